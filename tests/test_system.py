@@ -16,7 +16,7 @@ from lowtri import files, system
 from lowtri.benching import machine, timing
 from lowtri.errors import DataError
 from lowtri.kernels import threads
-from lowtri.ops import threads as counts
+from lowtri.ops import arguments
 from lowtri.training import lock
 
 APPLE = {
@@ -212,9 +212,9 @@ def test_a_mac(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.last_cache_bytes() == 16 * 2**20
     assert timing.available_bytes() == 16 * 2**30
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    counts._available.cache_clear()
-    assert counts.thread_count(is_numpy=True) == 6, "only the fast cores"
-    counts._available.cache_clear()
+    arguments.available_threads.cache_clear()
+    assert arguments.thread_count(is_numpy=True) == 6, "only the fast cores"
+    arguments.available_threads.cache_clear()
 
 
 def test_a_mac_that_knows_nothing(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from lowtri.auditing.report import AuditReport as AuditReport
     from lowtri.generation.cache import KVCache as KVCache
     from lowtri.generation.generate import generate as generate
-    from lowtri.dispatch.attend import attention as attention, which_engine as which_engine
-    from lowtri.dispatch.backward import attention_backward as attention_backward
-    from lowtri.dispatch.merge import merge as merge
+    from lowtri.dispatch.attend import attention as attention, merge as merge, which_engine as which_engine
+    from lowtri.dispatch.operators import attention_backward as attention_backward
     from lowtri.dispatch.sdpa_compatible import scaled_dot_product_attention as scaled_dot_product_attention
     from lowtri.errors import CallError as CallError, DataError as DataError, EngineError as EngineError
     from lowtri.errors import ExtraError as ExtraError, LeakError as LeakError, LowtriError as LowtriError
@@ -68,9 +67,8 @@ _NAMES = {
         *("Mask", "Tile", "mask", "causal", "full", "window", "band", "first", "documents", "chunks", "strided"),
         *("keys", "table", "hidden", "where", "heads"),
     ),
-    "lowtri.dispatch.attend": ("attention", "which_engine"),
-    "lowtri.dispatch.backward": ("attention_backward",),
-    "lowtri.dispatch.merge": ("merge",),
+    "lowtri.dispatch.attend": ("attention", "merge", "which_engine"),
+    "lowtri.dispatch.operators": ("attention_backward",),
     "lowtri.ops.distance_bias": ("DistanceBias", "alibi", "distance_bias"),
     "lowtri.dispatch.sdpa_compatible": ("scaled_dot_product_attention",),
     "lowtri.generation.cache": ("KVCache",),

@@ -17,11 +17,11 @@ from torch import Tensor
 import lowtri
 from attention_cases import draw
 from lowtri.backends import flex
-from lowtri.backends.flex.compiled import score_mod_of, with_sinks
+from lowtri.backends.flex import score_mod_of, with_sinks
 from lowtri.dispatch.choose import choose, explain_choice
 from lowtri.masks import band, causal, documents, first, full, heads, keys, strided, window
+from lowtri.ops.arguments import describe
 from lowtri.ops.call import Call, CallOptions, Inputs
-from lowtri.ops.describe import describe
 
 pytestmark = pytest.mark.not_emulated  # no kernel runs, and the choices depend on the version of torch
 
@@ -98,7 +98,6 @@ def test_other_devices_numpy_and_transforms() -> None:
     call = on_gpu(causal(), n=64)
     assert flex.supports(replace(call, device="cpu")) == "the tensors are on cpu"
     assert flex.supports(replace(call, device="meta")) == "the tensors are on meta"
-    assert flex.supports(replace(call, is_numpy=True)) == "the arrays are NumPy's"
     transformed = replace(call, transformation="inside a transform of torch.func")
     assert "inside a transform" in (flex.supports(transformed) or "")
     assert flex.supports(replace(call, opaque="q is a FakeTensor or a view")) == "the tensors are fake"

@@ -15,7 +15,7 @@ import lowtri
 from lowtri.compat import torch_private, transformers_private
 from lowtri.compat.torch_private import recording_gradients, version_of
 from lowtri.errors import EngineError
-from lowtri.ops import gradient_batches
+from lowtri.ops import tensors
 
 SOURCE = Path(lowtri.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -111,9 +111,8 @@ def run(code: str) -> str:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("torch_marks", {"numpy", "torch", "numba", "transformers"}),
+        ("__init__", {"numpy", "torch", "numba", "transformers"}),
         ("torch_private", {"numba", "transformers"}),
-        ("torch_quantized", {"numba", "transformers"}),
         ("numba_private", {"torch", "transformers"}),
         ("transformers_private", {"torch", "numba", "transformers"}),
     ],
@@ -155,7 +154,7 @@ def test_gradients_of_a_compiled_program_name_the_function_that_is_missing(monke
 def test_batched_gradients_name_the_function_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 1, 4, 8, requires_grad=True)
     output = lowtri.attention(x, x, x, "causal")
-    monkeypatch.setattr(gradient_batches, "vmap_level", lambda: torch_private._require("_C._no_such_function"))
+    monkeypatch.setattr(tensors, "vmap_level", lambda: torch_private._require("_C._no_such_function"))
     with pytest.raises(EngineError, match=r"has no torch\._C\._no_such_function.*\nFix:"):
         torch.autograd.grad(output, x, torch.ones(3, *x.shape), is_grads_batched=True)
 

@@ -10,7 +10,7 @@ import torch
 import lowtri
 from lowtri import CallError, EngineError, MaskError, attention
 from lowtri.masks import as_mask
-from lowtri.ops.describe import describe
+from lowtri.ops.arguments import describe
 
 X = np.ones((2, 4, 5, 8), np.float32)
 T = torch.ones(2, 4, 5, 8)

@@ -17,7 +17,7 @@ import lowtri
 from attention_cases import EPS, able, draw, near, with_gradients
 from lowtri import attention, causal, documents, first, full, keys, window
 from lowtri.backends import BACKENDS
-from lowtri.backends.formula import tiles
+from lowtri.backends import formula as tiles
 
 
 def fresh(program: str) -> str:
@@ -63,7 +63,7 @@ def test_the_formula_takes_memory_by_the_tile():
     """4,096 queries and keys, 4 heads: one table of scores is 268 MB. Forward and backward together stay far below."""
     program = """
 import resource, torch, lowtri
-from lowtri.backends.formula import tiles
+from lowtri.backends import formula as tiles
 torch.set_num_threads(1)
 tiles._SCORES_IN_TILE = 2**19
 def peak(n):

@@ -13,7 +13,7 @@ import double_double as two
 import lowtri
 from attention_cases import DTYPES, ENGINES, EPS, able, draw, near, pair_by_pair, wide, with_gradients
 from lowtri import attention, causal, documents, first, full, heads, window
-from lowtri.backends.formula import tiles
+from lowtri.backends import formula as tiles
 from lowtri.dispatch.prepared import PREPARED
 
 SEEDS = (0, 1, 2)

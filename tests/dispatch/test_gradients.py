@@ -12,8 +12,8 @@ from torch.autograd import gradcheck, gradgradcheck
 import lowtri
 from attention_cases import ENGINES, able, draw, near, with_gradients
 from lowtri import attention, causal, documents, first, full, heads, keys, table, window
+from lowtri.backends import formula as tiles
 from lowtri.backends.cpu.launch import Launch
-from lowtri.backends.formula import tiles
 from lowtri.dispatch.prepared import PREPARED
 
 MASKS = {

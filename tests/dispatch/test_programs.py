@@ -18,7 +18,7 @@ from torch import nn
 import lowtri
 from attention_cases import draw
 from lowtri import MaskError, attention, causal, documents, first, full, heads, hidden, keys, table, where, window
-from lowtri.dispatch import programs as operators
+from lowtri.dispatch import operators
 from lowtri.masks.text import pack, unpack
 from lowtri.nn import Decoder, DecoderConfig
 from random_masks import Case, cases

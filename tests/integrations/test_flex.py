@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import lowtri
-from lowtri.backends.formula import tiles
+from lowtri.backends import formula as tiles
 from lowtri.errors import CallError
 from lowtri.integrations.flex import create_block_mask, flex_attention
 from lowtri.integrations.flex.scores import read_score_mod

@@ -148,8 +148,9 @@ def test_decoding_under_a_window_reads_the_keys_in_it(monkeypatch) -> None:
     seen, real = [], launch.Launch.run_at
 
     def run_at(prepared, *addresses):
-        fields = np.frombuffer(prepared._prepared, np.int64)
-        seen.append(tuple(int(fields[launch.word(abi.DECODE, name)]) for name in ("first_key", "nk", "visible")))
+        record = np.frombuffer(prepared._template, abi.DECODE.dtype).copy()
+        record.view(np.int64)[3 : 3 + len(addresses)] = addresses
+        seen.append(tuple(int(record[name][0]) for name in ("first_key", "nk", "visible")))
         return real(prepared, *addresses)
 
     monkeypatch.setattr(launch.Launch, "run_at", run_at)

@@ -27,7 +27,7 @@ from lowtri.kernels.device import RecordType
 from lowtri.kernels.isa import Avx2, Avx512Bf16
 from lowtri.kernels.simd import write
 from lowtri.kernels.spec import Array, KernelSpec
-from lowtri.ops.describe import describe
+from lowtri.ops.arguments import describe
 
 RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
 FEATURES = Avx512Bf16.features
@@ -91,8 +91,7 @@ def qkv(nq: int, nk: int, d: int, dtype: torch.dtype = torch.float32, seed: int 
 
 def run(launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     output = torch.empty_like(q)
-    arrays = {"q": q, "k": k, "v": v, "o": output}
-    launch.run(**{name: x.data_ptr() for name, x in arrays.items()}, lse=0, lse_low=0, bias=0, sinks=0)
+    launch.run_at(*(x.data_ptr() for x in (q, k, v, output)), 0, 0, 0, 0)
     return output
 
 
@@ -103,15 +102,6 @@ def test_a_prepared_launch_runs_on_other_arrays_from_many_threads_at_once() -> N
     with ThreadPoolExecutor(8) as pool:
         for actual, expected in zip(pool.map(lambda call: run(launch, *call), calls * 20), alone * 20, strict=True):
             assert torch.equal(actual, expected)
-
-
-def test_a_prepared_launch_takes_its_arrays_by_name() -> None:
-    call = qkv(100, 100, 32)
-    launch = cpu.prepare(describe(*call, "causal")[0]).launch
-    with pytest.raises(KeyError, match="sinks"):
-        launch.run(q=0, k=0, v=0, o=0, lse=0, lse_low=0, bias=0)
-    with pytest.raises(KeyError, match="the kernel has no arrays \\['values'\\]"):
-        launch.run(q=0, k=0, v=0, o=0, lse=0, lse_low=0, bias=0, sinks=0, values=0)
 
 
 # The instruction set.
@@ -209,9 +199,9 @@ def test_hidden_non_finite_values_have_no_effect_in_bf16(rows: str, nq: int, val
 @pytest.mark.parametrize("nq", [1, 100])
 def test_float16_is_read_without_a_copy(monkeypatch: pytest.MonkeyPatch, kind: str, nq: int) -> None:
     """With gaps between rows, and sizes that are not whole vectors: no tensor is cast."""
-    from lowtri.backends.cpu import decode, forward, layout
+    from lowtri.backends.cpu import decode, forward, launch
 
-    for module in (decode, forward, layout):
+    for module in (decode, forward, launch):
         monkeypatch.setattr(module, "to_dtype", lambda x, dtype: pytest.fail("a tensor was cast"))
     for d in (32, 36, 5):
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(nq, 100, d, torch.float16))

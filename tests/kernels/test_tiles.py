@@ -29,7 +29,7 @@ from lowtri.kernels.product import (
     tile_product_add,
 )
 from lowtri.kernels.spec import KernelSpec
-from lowtri.ops.describe import describe
+from lowtri.ops.arguments import describe
 from tile_cases import bf16, compare, inputs, results
 
 SPEC = KernelSpec("bfloat16", "tiles", with_tiles())
@@ -211,7 +211,7 @@ def test_a_window_over_many_queries_takes_one_copy_of_the_values_at_most(tiles: 
     n, d = 65_536, 16
     q, k, v = (bf16((1, 1, n, d), seed) for seed in range(3))
     call, _ = describe(q, k, v, "causal & window(64)")
-    copies = cpu.prepare(call).launch._bytes - 2 * n * d
+    copies = cpu.prepare(call).launch.scratch_bytes - 2 * n * d
     assert 0 <= copies <= 2**18 * call.threads + n  # a thread's memory; less than 8 bytes for each 96 keys
     output = lowtri.attention(q, k, v, "causal & window(64)", engine="cpu")
     last = lowtri.attention(q[:, :, -8:], k[:, :, -128:], v[:, :, -128:], "causal & window(64)", engine="reference")

@@ -15,7 +15,7 @@ from torch import nn
 
 import lowtri
 from lowtri.cli.main import main
-from lowtri.compat import torch_quantized
+from lowtri.compat import torch_private as torch_quantized
 from lowtri.errors import CallError, DataError
 from lowtri.nn import Decoder, DecoderConfig, GPT2Config, RecurrentConfig, RecurrentLM
 from lowtri.nn.attention import MultiHeadAttention
@@ -55,7 +55,7 @@ WITHOUT_FBGEMM = [(weights, way.name) for weights, form in WEIGHTS.items() for w
 @pytest.fixture
 def no_fbgemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch as on ARM, and nothing measured with another torch."""
-    monkeypatch.setattr(torch_quantized, "why_missing", lambda: "this build of torch has no FBGEMM")
+    monkeypatch.setattr(torch_quantized, "why_no_fbgemm", lambda: "this build of torch has no FBGEMM")
     monkeypatch.setattr(MEASURED, "_known", {})
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import lowtri
 from lowtri.backends import flex
+from lowtri.ops.arguments import describe
 from lowtri.ops.call import CallOptions
-from lowtri.ops.describe import describe
 
 Call = Callable[[Any, Any], Any]
 

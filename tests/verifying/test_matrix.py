@@ -19,7 +19,7 @@ from attentions import of_engine
 from torch.nn.attention import flex_attention as torch_flex
 
 import lowtri
-from lowtri.backends.flex import compiled
+from lowtri.backends import flex
 from lowtri.integrations import flash_attn
 from lowtri.integrations import jax as of_jax
 from lowtri.integrations import transformers as of_transformers
@@ -142,7 +142,7 @@ def check(entry: Entry, cases: list[str] | None = None) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_lowtri(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # its formula, without compiling
-    monkeypatch.setattr(compiled, "_compiled", lambda on_cpu: (torch_flex.flex_attention, None))
+    monkeypatch.setattr(flex, "_compiled", lambda on_cpu: (torch_flex.flex_attention, None))
     check(OURS[name], FEW if name in SLOW else None)
 
 

@@ -1,12 +1,72 @@
-"""The backends that run a call of attention, independent of one another; :mod:`lowtri.backends.base` defines the interface.
+"""The backends that run a call of attention, independent of one another.
 
 cpu        the CPU kernels
 sdpa       torch's own fused attention
 flex       torch's compiled FlexAttention, on a GPU
 formula    the formula in torch, in tiles of queries: every option, any device, gradients to any order
 reference  the definition, in NumPy and float64
+
+A backend is a module with a name and two functions:
+
+    name             the value of ``engine=`` that selects it
+    supports(call)   None if it can run the call, else the reason why not, in a few words for users
+    prepare(call)    a :class:`Prepared`: everything that does not depend on the arrays' data
+
+Both depend on the call's description only, so equal calls run on the same backend and give the same bits.
 """
 
-__all__ = ["BACKENDS"]
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+from lowtri.ops.call import Call, Inputs, Keys, Result
+
+__all__ = ["BACKENDS", "Backend", "Prepared"]
 
 BACKENDS = ("cpu", "sdpa", "flex", "formula", "reference")
+
+
+class Prepared:
+    """A prepared call: runs on any arrays of the same signature, also from several threads at once.
+
+    Attributes:
+        nbytes: memory that it holds between runs.
+        gradients_from: None: torch differentiates what ``run`` computes. "lse": ``gradients`` needs nothing of the forward but
+            its output and log-sum-exp, the only results of such calls. "state": it needs the ``state`` of the result.
+            "formula": all gradients are those of the formula, in float64. Gradients that need a graph are always the formula's.
+        is_selective: the mask is kept to for finite, moderate numbers only, and ``accepts`` inspects them under ``engine="auto"``.
+        any_keys: ``at`` prepares it for other keys and positions, in a fraction of the time of a new call.
+    """
+
+    nbytes: int = 512
+    gradients_from: str | None = None
+    is_selective: bool = False
+    any_keys: ClassVar[bool] = False
+
+    def run(self, inputs: Inputs) -> Result:
+        """The result, with the ``state`` that ``gradients`` needs, if it needs one and the call needs gradients."""
+        raise NotImplementedError
+
+    def gradients(self, inputs: Inputs, output: Any, state: Any, d_output: Any, d_lse: Any = None) -> Inputs:
+        """The gradients of the inputs, None where none is needed, in any dtype.
+
+        Args:
+            state: of the result; for ``gradients_from = "lse"`` the log-sum-exp, (1, B, Hq, Nq), serves, too.
+            d_output, d_lse: the gradients of the output and of the log-sum-exp.
+        """
+        raise NotImplementedError
+
+    def accepts(self, inputs: Inputs, d_output: Any = None) -> bool:
+        """Whether it keeps to the mask for these inputs, or in the backward for this gradient of the output."""
+        return True
+
+    def at(self, keys: Keys) -> Prepared | None:
+        """This call for other keys and positions; None where it cannot run them."""
+        raise NotImplementedError
+
+
+class Backend(Protocol):
+    name: str
+
+    def supports(self, call: Call) -> str | None: ...
+    def prepare(self, call: Call) -> Prepared: ...

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, cast
 
-from lowtri.backends import BACKENDS
-from lowtri.backends.base import Backend
-from lowtri.backends.sdpa import why_not_inspected, why_table
+from lowtri.backends import BACKENDS, Backend
 from lowtri.errors import EngineError, ExtraError
 from lowtri.extras import is_installed, missing
 from lowtri.ops.call import Call
@@ -23,7 +21,7 @@ class Rule(NamedTuple):
 
     backend: str
     why: str
-    why_not: Callable[[Call], str | None] = lambda call: None  # beyond what the backend supports
+    why_not: Callable[[Call], str | None] = lambda call: None  # of a call that the backend supports
 
 
 _DEFINITION_PAIRS = 2**19  # the definition computes several arrays of all pairs, each then of 4 MB
@@ -33,39 +31,47 @@ _BLOCK = 128  # queries that a GPU kernel computes together
 
 
 def _many_pairs(call: Call) -> str | None:
-    batch, heads, _, nq, nk, *_ = call.sizes
     if not call.is_numpy:
         return "the definition, in float64"
-    many = batch * heads * nq * nk > _DEFINITION_PAIRS and is_installed(
-        "torch"
-    )  # else nothing but the definition can run
+    # Without torch nothing but the definition can run.
+    many = _pairs(call) > _DEFINITION_PAIRS and is_installed("torch")
     return "the definition would compute many pairs" if many else None
+
+
+def _not_inspected(call: Call) -> str | None:
+    """Why sdpa's inputs cannot be inspected for NaN, infinity and huge numbers, or None."""
+    return f"{call.transformation}, where its inputs cannot be inspected" if call.transformation else None
+
+
+def _needs_table(call: Call) -> str | None:
+    from lowtri.backends.sdpa import needs_table
+
+    return _not_inspected(call) or ("its mask has to be passed as a table of all pairs" if needs_table(call) else None)
 
 
 def _large_table(call: Call) -> str | None:
     _, _, _, nq, nk, *_ = call.sizes
     tables = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))
-    return why_not_inspected(call) or (
-        "its table of all pairs would be large" if nq * nk * tables > _TABLE_PAIRS else None
-    )
-
-
-def _few_queries(call: Call) -> str | None:
-    return f"there are fewer than {_BLOCK} queries" if call.q.shape[2] < _BLOCK else None
+    large = nq * nk * tables > _TABLE_PAIRS
+    return _not_inspected(call) or ("its table of all pairs would be large" if large else None)
 
 
 def _short(call: Call) -> str | None:
+    if call.q.shape[2] < _BLOCK:
+        return f"there are fewer than {_BLOCK} queries"
+    return "a short call does not wait for its compiler" if _pairs(call) < _FLEX_PAIRS else None
+
+
+def _pairs(call: Call) -> int:
     batch, heads, _, nq, nk, *_ = call.sizes
-    return _few_queries(call) or (
-        "a short call does not wait for its compiler" if batch * heads * nq * nk < _FLEX_PAIRS else None
-    )
+    return batch * heads * nq * nk
 
 
 # A rule holds if its backend supports the call and ``why_not`` has no objection. Facts of the call alone decide, never a time that
 # was measured on some machine, so equal calls run on the same backend everywhere.
 RULES = (
     Rule("cpu", "its kernels compute only what the mask shows"),
-    Rule("sdpa", "one argument of torch's function expresses the mask", why_table),
+    Rule("sdpa", "one argument of torch's function expresses the mask", _needs_table),
     Rule("flex", "its kernels skip the blocks that the mask hides", _short),
     Rule("sdpa", "a table of all pairs is small enough", _large_table),
     Rule("reference", "few pairs of NumPy arrays, for which torch need not be imported", _many_pairs),
@@ -107,14 +113,13 @@ def load(name: str) -> Backend:
 def choose(call: Call, name: str, *, exclude: str | None = None) -> str:
     """The name of the backend that runs the call. ``name`` is a backend or "auto", which never chooses ``exclude``."""
     if name == "auto":
-        rules = (rule for rule in RULES if rule.backend != exclude)
-        for rule in rules:
-            if rule.why_not(call) is None and _supports(rule.backend, call):
+        for rule in RULES:
+            if rule.backend != exclude and _why_not(rule.backend, call) is None and rule.why_not(call) is None:
                 return rule.backend
         raise ExtraError(missing("attention: this call", "torch"))  # whose formula has every option
     if name not in BACKENDS:
         raise EngineError(f"attention: there is no engine {name!r}. There are: auto, {', '.join(BACKENDS)}.")
-    if _supports(name, call):
+    if _why_not(name, call) is None:
         return name
     listed = "\n".join(f"  {one:<10} {answer}" for one, answer in _answers(call).items())
     raise EngineError(
@@ -134,16 +139,21 @@ def explain_choice(call: Call, name: str, excluded: str | None, by_name: bool) -
     return Choice(name, reason, answers)
 
 
-def _supports(name: str, call: Call) -> bool:
-    return load(name).supports(call) is None
+def _why_not(name: str, call: Call) -> str | None:
+    """Why the backend cannot run the call, or None. Backends that import torch are not loaded for calls that do not need them."""
+    if name in ("sdpa", "flex") and call.is_numpy:
+        return "the arrays are NumPy's"
+    if name == "formula":
+        return None if is_installed("torch") else "it computes with torch, which is not installed"
+    return load(name).supports(call)
 
 
 def _answers(call: Call) -> dict[str, str]:
     """The first rule of each backend that holds, or why none does."""
     answers: dict[str, str] = {}
     for rule in RULES:
-        missing = load(rule.backend).supports(call)
-        objection = rule.why_not(call)
+        missing = _why_not(rule.backend, call)
+        objection = None if missing else rule.why_not(call)
         answer = f"no: {missing}" if missing else f"only by name: {objection}" if objection else f"yes: {rule.why}"
         if not answers.get(rule.backend, "").startswith("yes: "):
             answers[rule.backend] = answer

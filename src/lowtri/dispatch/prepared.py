@@ -16,20 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.backends.base import Prepared
+from lowtri.backends import Prepared
 from lowtri.dispatch.choose import choose, load
 from lowtri.masks.arrays import why_not_plain
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import POSITION_MAX
-from lowtri.ops.arguments import whole_strides
+from lowtri.ops.arguments import arrange, available_threads, describe, whole_strides
 from lowtri.ops.call import FEW_QUERIES, Call, CallOptions, Inputs, Keys, Result
-from lowtri.ops.describe import arrange, describe
 from lowtri.ops.distance_bias import DistanceBias
-from lowtri.ops.threads import thread_count
 
 _UNCHANGED = nullcontext()
-_KINDS: set[type] = {np.ndarray}  # of arrays whose attributes may be read without a check; torch's tensors join them
-_NUMBERS = (float, int, type(None))
 _MOST_KEPT = 2**20  # bytes of a table of visible keys that the newest call keeps
 
 
@@ -116,16 +112,6 @@ class CachedCall:
         return self.prepared.run(inputs)
 
 
-def prepare(call: Call, engine: str) -> CachedCall:
-    """Choose the backend and prepare the call."""
-    name = choose(call, engine)
-    prepared = load(name).prepare(call)
-    selective = call.opaque is None and prepared.is_selective  # opaque data is not inspected
-    differentiates = call.needs_grad and (prepared.computes_gradients or prepared.formula_dtype is not None)
-    is_4d_qkv = call.rank == 4 and call.bias is None and call.sinks is None
-    return CachedCall(call, name, prepared, engine != "auto", selective, differentiates, is_4d_qkv)
-
-
 @cache
 def _differentiable() -> Callable[..., Result]:
     """Loaded with torch."""
@@ -134,60 +120,141 @@ def _differentiable() -> Callable[..., Result]:
     return differentiable
 
 
+def prepare(call: Call, engine: str) -> CachedCall:
+    """Choose the backend and prepare the call."""
+    name = choose(call, engine)
+    prepared = load(name).prepare(call)
+    selective = call.opaque is None and prepared.is_selective  # opaque data is not inspected
+    differentiates = call.needs_grad and prepared.gradients_from is not None
+    is_4d_qkv = call.rank == 4 and call.bias is None and call.sinks is None
+    return CachedCall(call, name, prepared, engine != "auto", selective, differentiates, is_4d_qkv)
+
+
 def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tuple[CachedCall, Inputs]:
-    """The prepared call for these arguments: from the cache, or checked, prepared and cached."""
+    """The prepared call for these arguments: from the cache, or checked, prepared and cached.
+
+    Signatures are made of arguments that are not checked yet: their hash may raise a TypeError, and they may be cached only if the
+    arguments are usual (:func:`may_be_cached`). None stands for arrays or positions that have none.
+    """
+    bias, sinks, engine = options.bias, options.sinks, options.engine
+    of_bias = bias.values if isinstance(bias, DistanceBias) else bias
+    arrays = _array_keys(q, k, v, of_bias, sinks)
+    if arrays is None:
+        call, inputs = describe(q, k, v, mask, options)
+        return prepare(call, engine), inputs
+    q_positions, k_positions = _content(options.q_positions), _content(options.k_positions)
+    others: Any = options
+    if of_bias is not None or sinks is not None or q_positions or k_positions:
+        kind = bias.kind if isinstance(bias, DistanceBias) else None
+        others = options._replace(bias=kind, sinks=None, q_positions=None, k_positions=None)
     few = None
     try:
-        has_few = (type(q) in _KINDS or _is_ordinary(q)) and len(shape := q.shape) > 2 and shape[-2] < FEW_QUERIES
-    except RuntimeError:  # a nested tensor has no shape
-        has_few = False
-    if has_few:
-        few = _signature_of_few_queries(q, k, v, mask, options)
-    if few is not None:
-        try:
+        if _is_decode(arrays):
+            few = _without_keys(arrays), mask, options.q_positions is None, options.k_positions is None, others
             ready = PREPARED.get(few)
-        except TypeError:
-            ready = None
-        if ready is not None:
-            inputs = Inputs(q, k, v, None, options.sinks)
-            if q.ndim == 3:
-                inputs = Inputs(q[None], k[None], v[None], None, options.sinks)
-            same = _at_these_keys(ready, inputs, options)
-            if same is not None:
-                return same, inputs
-            few = None  # that call serves other keys than these, which are stored with all of their signature
-    key = _signature(q, k, v, mask, options)
-    try:
+            if ready is not None:
+                inputs = Inputs(q, k, v, None, sinks)
+                if len(arrays[1][0]) == 3:
+                    inputs = Inputs(q[None], k[None], v[None], None, sinks)
+                at_keys = _at_these_keys(ready, inputs, options, q_positions, k_positions)
+                if at_keys is not None:
+                    return at_keys, inputs
+                few = None  # that call serves other keys than these, which are stored with all of their signature
+        key = None if q_positions is None or k_positions is None else (arrays, mask, q_positions, k_positions, others)
         ready = None if key is None else PREPARED.get(key)
     except TypeError:  # an unhashable argument, which the checks of the call reject
-        ready = None
+        key = few = ready = None
     if ready is not None:
         if ready.is_4d_qkv:
             return ready, Inputs(q, k, v, None, None)
-        return ready, arrange(ready.call, q, k, v, options.bias, options.sinks)
+        return ready, arrange(ready.call, q, k, v, bias, sinks)
     call, inputs = describe(q, k, v, mask, options)
-    ready = prepare(call, options.engine)
-    if key is not None and may_be_cached(mask, options):
-        PREPARED.put(few if few is not None and ready.prepared.any_keys else key, ready)
+    ready = prepare(call, engine)
+    if may_be_cached(mask, options):
+        if few is not None and ready.prepared.any_keys:
+            PREPARED.put(few, ready)
+        elif key is not None:
+            PREPARED.put(key, ready)
     return ready, inputs
 
 
-# Calls that are prepared for any number of keys.
+def _array_keys(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
+    """What a prepared call depends on of its arrays: settings, and for each its shape, dtype, strides and further facts, or None.
+
+    None also if the memory of one does not hold its numbers as they are. Written without a loop, since every call runs it.
+    """
+    if type(q) is np.ndarray:
+        settings: Any = available_threads()
+        key = _numpy_key
+    elif "torch" in sys.modules:
+        module = _tensors()
+        settings, key = module.settings(), module.tensor_key
+        if settings is None:
+            return None
+    else:
+        return None
+    of_q, of_k, of_v = key(q), key(k), key(v)
+    if of_q is None or of_k is None or of_v is None:
+        return None
+    if bias is None and sinks is None:
+        return settings, of_q, of_k, of_v, None, None
+    others = [None if x is None else key(x) or () for x in (bias, sinks)]
+    return None if () in others else (settings, of_q, of_k, of_v, *others)
 
 
-def _at_these_keys(ready: CachedCall, inputs: Inputs, options: CallOptions) -> CachedCall | None:
+def _numpy_key(x: Any) -> Any:
+    return (x.shape, x.dtype, x.strides, False) if type(x) is np.ndarray and whole_strides(x) else None
+
+
+@cache
+def _tensors() -> Any:
+    """Loaded with torch."""
+    from lowtri.ops import tensors
+
+    return tensors
+
+
+# Calls of few queries, prepared for any number of keys.
+
+
+def _is_decode(arrays: Any) -> bool:
+    """Whether few queries without gradients read keys, so that one prepared call may serve any number of these."""
+    _, (q, *_), (k, *_), (v, *_), bias, sinks = arrays
+    if (
+        not 2 < len(q) < 5
+        or q[-2] >= FEW_QUERIES
+        or not len(q) == len(k) == len(v)
+        or k[-2] != v[-2]
+        or bias is not None
+    ):
+        return False
+    settings = arrays[0]
+    if type(settings) is tuple and settings[1] and any(x is not None and x[3] for x in arrays[1:]):
+        return False  # gradients are recorded
+    return sinks is None or sinks[2] in ((1,), (sinks[1].itemsize,))
+
+
+def _without_keys(arrays: Any) -> Hashable:
+    """The keys of the arrays without the number of keys, their strides, and whether gradients are recorded."""
+    settings, q, k, v, _, sinks = arrays
+    (*of_k, _, d), (*of_v, _, dv) = k[0], v[0]
+    threads = settings[0] if type(settings) is tuple else settings
+    return threads, q[:3], q[4:], *of_k, d, k[1], k[4:], *of_v, dv, v[1], v[4:], sinks and (sinks[:3], sinks[4:])
+
+
+def _at_these_keys(
+    ready: CachedCall, inputs: Inputs, options: CallOptions, q_given: Any, k_given: Any
+) -> CachedCall | None:
     """The prepared call for so many keys, with these strides, at these positions; None if the arguments must be checked in full.
 
     The layers of a model repeat all of it, so that the newest is kept.
     """
-    k, v, nk = inputs.k, inputs.v, inputs.k.shape[2]
-    strides = (k.strides, v.strides) if ready.call.is_numpy else (k.stride(), v.stride())
-    q_given, k_given = _of_positions(options.q_positions), _of_positions(options.k_positions)
+    k, v, nk, call = inputs.k, inputs.v, inputs.k.shape[2], ready.call
+    strides = (k.strides, v.strides) if call.is_numpy else (k.stride(), v.stride())
     keys = nk, strides, q_given, k_given
     newest = ready.newest
     if newest is not None and newest[0] == keys:
         return newest[1]
-    call = ready.call
     rows, nq = call.q.shape[0], call.q.shape[2]
     if nk == 0 or (options.q_positions is None and nq > nk and call.mask.depends_on_query) or call.mask.row_lengths:
         return None
@@ -206,16 +273,14 @@ def _at_these_keys(ready: CachedCall, inputs: Inputs, options: CallOptions) -> C
             return None
         q_positions, q_low, q_high = checked
     k_strides, v_strides = strides
-    if ready.call.is_numpy:
+    if call.is_numpy:
         k_strides, v_strides = (tuple(n // x.itemsize for n in x.strides) for x in (k, v))
     bounds = q_low, q_high, k_low, k_high
-    last = ready if newest is None else newest[1]
-    prepared = last.prepared.at(Keys(nk, k_strides, v_strides, q_positions, k_positions, bounds))
+    prepared = ready.prepared.at(Keys(nk, k_strides, v_strides, q_positions, k_positions, bounds))
     if prepared is None:
         return None
-    now: CachedCall = object.__new__(CachedCall)  # a copy; dataclasses.replace takes several times as long
-    now.__dict__.update(ready.__dict__, prepared=prepared)
-    if prepared.table_bytes <= _MOST_KEPT:  # a larger table of visible keys is made again
+    now = CachedCall(call, ready.backend, prepared, ready.by_name, False, False, ready.is_4d_qkv)
+    if prepared.nbytes <= _MOST_KEPT:  # a larger table of visible keys is made again
         ready.newest = keys, now
     return now
 
@@ -233,110 +298,14 @@ def _checked(given: Any, rows: int, n: int) -> tuple[NDArray[np.int64], int, int
     return (positions, low, high) if low >= -1 and high < POSITION_MAX else None
 
 
-def _signature_of_few_queries(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Hashable | None:
-    """A signature without the number of keys, their strides and all positions; None for calls that cannot do without these."""
-    if options.bias is not None:
-        return None
-    of_arrays = _numpy_key_of_few_queries if isinstance(q, np.ndarray) else _tensors_keys()[1]
-    arrays = of_arrays(q, k, v, options.sinks)
-    if arrays is None:
-        return None
-    given = options.q_positions is not None, options.k_positions is not None
-    if options.sinks is None and True not in given:
-        return arrays, mask, given, options
-    return arrays, mask, given, options._replace(sinks=None, q_positions=None, k_positions=None)
-
-
-def _numpy_key_of_few_queries(q: Any, k: Any, v: Any, sinks: Any) -> Hashable | None:
-    if any(x is not None and (type(x) is not np.ndarray or not whole_strides(x)) for x in (q, k, v, sinks)):
-        return None
-    rank = q.ndim
-    if not 3 <= rank <= 4 or q.shape[-2] >= FEW_QUERIES or k.ndim != rank or v.ndim != rank:
-        return None
-    if k.shape[-2] != v.shape[-2] or (sinks is not None and sinks.strides != (sinks.itemsize,)):
-        return None
-    of_sinks = None if sinks is None else (sinks.shape, sinks.dtype)
-    shapes = q.shape, k.shape[:-2], k.shape[-1], v.shape[:-2], v.shape[-1]
-    return thread_count(is_numpy=True), shapes, q.strides, q.dtype, k.dtype, v.dtype, of_sinks
-
-
-# All other calls.
-
-
-def _signature(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Hashable | None:
-    """A signature, or None for a call with unusual arrays or positions.
-
-    Its hash may raise a TypeError, and it may be cached only if the other arguments are usual, too (:func:`may_be_cached`): small
-    calls take microseconds, so what a call that was found in the cache needs no check of is checked for the others alone.
-    """
-    bias, sinks, q_positions, k_positions = options.bias, options.sinks, options.q_positions, options.k_positions
-    by_distance = None
-    if isinstance(bias, DistanceBias):
-        bias, by_distance = bias.values, bias.kind
-    of_arrays = _numpy_key if isinstance(q, np.ndarray) else _tensors_keys()[0]
-    arrays = of_arrays(q, k, v, bias, sinks)
-    if arrays is None:
-        return None
-    if bias is None and sinks is None and q_positions is None and k_positions is None:
-        return arrays, mask, options
-    positions = None
-    if q_positions is not None or k_positions is not None:
-        positions = _of_positions(q_positions), _of_positions(k_positions)
-        if None in positions:
-            return None
-    others = options._replace(bias=by_distance, sinks=None, q_positions=None, k_positions=None)
-    return arrays, mask, positions, others
-
-
-def may_be_cached(mask: Any, options: CallOptions) -> bool:
-    """Whether the mask is one, and the options are plain numbers: equal ones then mean equal calls."""
-    numbers = options.scale, options.softcap, options.dropout
-    flags = options.return_weights, options.return_lse
-    return (
-        all(type(x) in _NUMBERS for x in numbers)
-        and all(type(x) is bool for x in flags)
-        and type(options.engine) is str
-        and (type(mask) is str or isinstance(mask, Mask))
-    )
-
-
-def _numpy_key(*arrays: Any) -> Hashable | None:
-    if any(x is not None and (type(x) is not np.ndarray or not whole_strides(x)) for x in arrays):
-        return None
-    return thread_count(is_numpy=True), *(None if x is None else (x.shape, x.strides, x.dtype) for x in arrays)
-
-
-def _is_ordinary(q: Any) -> bool:
-    """Whether q is of a kind whose attributes may be read; once torch is loaded, its tensors are."""
-    _tensors_keys()
-    return type(q) in _KINDS
-
-
-def _tensors_keys() -> tuple[Callable[..., Hashable | None], Callable[..., Hashable | None]]:
-    return _loaded_tensors_keys() if "torch" in sys.modules else (_no_key, _no_key)
-
-
-@cache
-def _loaded_tensors_keys() -> tuple[Callable[..., Hashable | None], Callable[..., Hashable | None]]:
-    from lowtri.ops.guards import tensors_key, tensors_key_of_few_queries
-
-    _KINDS.add(sys.modules["torch"].Tensor)
-    return tensors_key, tensors_key_of_few_queries
-
-
-def _no_key(*arrays: Any) -> None:
-    return None
-
-
-def _of_positions(x: Any) -> Hashable | None:
-    """Positions by their content; () where none were given."""
-    if x is None:
+def _content(positions: Any) -> Hashable | None:
+    """Positions by their content; () where none were given, None for unusual ones."""
+    if positions is None:
         return ()
+    x = positions
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        from lowtri.ops.guards import is_plain
-
-        if not is_plain(x) or x.is_floating_point() or x.is_complex():
+        if not _tensors().is_dense_cpu(x) or x.is_floating_point() or x.is_complex():
             return None
         x = x.numpy()
     elif isinstance(x, (list, range)):
@@ -345,6 +314,18 @@ def _of_positions(x: Any) -> Hashable | None:
         except ValueError:  # rows of different lengths
             return None
     return (x.shape, x.dtype, x.tobytes()) if type(x) is np.ndarray and x.dtype.kind in "iu" else None
+
+
+def may_be_cached(mask: Any, options: CallOptions) -> bool:
+    """Whether the mask is one, and the options are plain numbers: equal ones then mean equal calls."""
+    numbers = options.scale, options.softcap, options.dropout
+    flags = options.return_weights, options.return_lse
+    return (
+        all(type(x) in (float, int, type(None)) for x in numbers)
+        and all(type(x) is bool for x in flags)
+        and type(options.engine) is str
+        and (type(mask) is str or isinstance(mask, Mask))
+    )
 
 
 class CallCache:

@@ -1,6 +1,6 @@
 """Every step of masked attention, with numbers: the inputs, every intermediate result, and the output, with and without the mask.
 
-Computed in float64 by the definition in :mod:`lowtri.ops.reference`. A hidden weight is exactly 0 whatever its score; a
+Computed in float64 by the definition in :mod:`lowtri.backends.reference`. A hidden weight is exactly 0 whatever its score; a
 visible weight may also be 0, and the two look different wherever they are shown.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.backends.reference import Steps, attend
 from lowtri.errors import CallError, MaskError
 from lowtri.explaining.capture import Captured, capture_arrays, capture_module, capture_scores
 from lowtri.explaining.explanation import PAIRS, Explanation, Step, number
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
-from lowtri.ops.reference import Steps, attend
 
 _MOST_PAIRS = 2**24  # of all heads: tables of 128 MB each
 # name -> formula, sentence. The order is the order of computing.

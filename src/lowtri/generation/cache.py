@@ -375,9 +375,9 @@ def _plain(name: str, x: Any) -> Any:
 @cache
 def _guard_of_tensors() -> Callable[[Any], bool]:
     """Loaded with torch; an import in each call takes longer than the check."""
-    from lowtri.ops.guards import is_plain
+    from lowtri.ops.tensors import is_dense_cpu
 
-    return is_plain
+    return is_dense_cpu
 
 
 def batch_of(x: Any) -> int:

@@ -35,8 +35,8 @@ from lowtri.masks.array_masks import keys
 from lowtri.masks.formulas import band, causal, full
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import as_mask
+from lowtri.ops.arguments import describe
 from lowtri.ops.call import CallOptions
-from lowtri.ops.describe import describe
 
 if TYPE_CHECKING:
     import jax

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.compat.torch_marks import constant_while_traced
+from lowtri.compat import constant_while_traced
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray, in_numpy
 from lowtri.masks.mask import CONSTRUCTORS, MAX_DEPTH, Mask, called

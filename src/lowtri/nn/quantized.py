@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lowtri.compat import torch_quantized
+from lowtri.compat import torch_private as torch_quantized
 from lowtri.compat.torch_private import forward_level, has_hooks
 from lowtri.errors import CallError, EngineError
-from lowtri.ops.guards import active_mode, is_plain
+from lowtri.ops.tensors import active_mode, is_dense_cpu
 
 if TYPE_CHECKING:
     from lowtri.kernels.token_rows import TokenRows
@@ -71,7 +71,7 @@ class Form(NamedTuple):
 
     def usable(self) -> list[Way]:
         """The ways that this machine can choose from."""
-        has = torch_quantized.why_missing() is None
+        has = torch_quantized.why_no_fbgemm() is None
         return [way for way in self.ways if way.fbgemm in (None, has)]
 
 
@@ -382,7 +382,7 @@ def compiled_row_ops(x: Tensor) -> TokenRows | None:
     """The compiled operations on rows, if they can read x (..., columns), in float32; None if torch's operators have to run."""
     if torch.compiler.is_compiling() or not 0 < x.numel() <= _ONE_THREAD or x.dtype is not torch.float32:
         return None
-    if not x.is_contiguous() or not is_plain(x) or active_mode() is not None:
+    if not x.is_contiguous() or not is_dense_cpu(x) or active_mode() is not None:
         return None
     return _compiled()
 

@@ -1,8 +1,7 @@
-"""The checked description of an attention call, and the definition of attention.
+"""The checked description of an attention call.
 
-arguments      checks of the arguments, and their error messages
+arguments      checks the arguments of a call and describes it
 call           the checked, frozen description of a call: shapes, positions, mask, options
-describe       builds this description from the arguments
 distance_bias  biases of one number for each distance between query and key
-reference      the definition: NumPy, float64, every step kept
+tensors        which tensors kernels may read; batched gradients
 """

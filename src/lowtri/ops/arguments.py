@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention. Each error names the argument, what was passed, what was expected, and the fix.
+"""Checks the arguments of attention and describes the call: each error names the argument, what was passed, and the fix.
 
 Small calls take microseconds, so valid arguments pass with few comparisons; messages are composed only for invalid ones.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,112 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_fake, is_tensor, positions_in_numpy, why_not_plain
-from lowtri.masks.mask import Mask
+from lowtri.masks.label_masks import check_row_lengths
+from lowtri.masks.mask import Mask, default_positions
+from lowtri.masks.text import as_mask
 from lowtri.masks.tile import shown
+from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs, positions_of
+from lowtri.ops.distance_bias import DistanceBias, distances_of
+from lowtri.system import fast_cpus
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+_DEFAULTS = CallOptions()
+
+
+def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS) -> tuple[Call, Inputs]:
+    """Check the arguments of a call; returns its description and its arrays in four dimensions.
+
+    Raises:
+        CallError: where they do not fit together, or the weights do not fit into memory; the message names the argument,
+            what it got, and the fix.
+        MaskError: where ``mask`` is not a mask.
+    """
+    scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, _ = options
+    mask = as_mask(mask, "attention: mask")
+    q, k, v = (plain_array(*named) for named in (("q", q), ("k", k), ("v", v)))
+    lead = _check_qkv(q, k, v)
+    rank = q.ndim
+    q, k, v = (_in_four(x, rank, lead) for x in (q, k, v))
+    (rows, heads, nq, size), nk = q.shape, k.shape[2]
+    _check_batch(mask, rank, rows, heads)
+    if sinks is not None:
+        sinks = _checked_sinks(plain_array("sinks", sinks), q, heads)
+    if scale is not None and not math.isfinite(_number("scale", scale)):
+        raise CallError(f"attention: scale is {scale}, but scores are multiplied by a finite number.")
+    if softcap is not None and not 0 < _number("softcap", softcap) < math.inf:
+        raise CallError(
+            f"attention: softcap is {softcap}, but scores are capped at a positive number. Fix: softcap=None for no cap."
+        )
+    if not 0 <= _number("dropout", dropout) <= 1:
+        raise CallError(f"attention: dropout is {dropout}, but it is a probability, 0 .. 1.")
+    is_numpy = isinstance(q, np.ndarray)
+    if return_weights and (is_numpy or q.is_cpu):
+        _check_memory((rows, heads, nq, nk), q.dtype.itemsize, dtype_name(q.dtype))
+    given = q_positions is not None or k_positions is not None
+    if k_positions is not None:
+        k_positions = _checked_positions("k_positions", k_positions, rows, nk)
+    if q_positions is not None:
+        q_positions = _checked_positions("q_positions", q_positions, rows, nq)
+    elif nq > nk and mask.depends_on_query:
+        default_positions(mask, nq, nk)  # raises with the fix
+    queries, keys = positions_of(mask, nq, nk, q_positions, k_positions)
+    if mask.row_lengths:
+        end = 1 + max((int(x.max()) for x in (queries, keys) if x.size), default=-1)
+        check_row_lengths("attention", mask, end, whole=not given)
+    distance_low, pairs, leading = None, (nq, nk), lead
+    if isinstance(bias, DistanceBias):
+        distance_low, bias = distances_of(bias, queries, keys)
+        pairs, leading = (1, bias.shape[3]), ()
+    if bias is not None:
+        bias = _checked_bias(plain_array("bias", bias), q, (rows, heads, *pairs), leading)
+    inputs = Inputs(q, k, v, bias, sinks)
+    records, opaque, transformation = False, None, None
+    if not is_numpy:
+        import torch
+
+        from lowtri.ops.tensors import transformation as current_transformation
+
+        records, opaque, transformation = torch.is_grad_enabled(), _opaque(inputs), current_transformation()
+    if records:
+        _check_recorded(inputs)
+    infos: Any = {name: x if x is None else _info(x, records) for name, x in inputs._asdict().items()}
+    call = Call(
+        **infos,
+        is_numpy=is_numpy,
+        device="cpu" if is_numpy or q.is_cpu else str(q.device.type),
+        mask=mask,
+        scale=1 / math.sqrt(size) if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
+        dropout=float(dropout),
+        q_positions=queries,
+        k_positions=keys,
+        positions_given=given,
+        return_weights=return_weights,
+        return_lse=return_lse,
+        threads=thread_count(is_numpy),
+        opaque=opaque,
+        transformation=transformation,
+        lead=lead,
+        rank=rank,
+        distance_low=distance_low,
+    )
+    return call, inputs
+
+
+def arrange(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Inputs:
+    """The arrays of another call with the same signature, in four dimensions."""
+    rank, lead = call.rank, call.lead
+    if rank != 4:
+        q, k, v = (_in_four(x, rank, lead) for x in (q, k, v))
+    if isinstance(bias, DistanceBias):
+        assert call.bias is not None and call.distance_low is not None
+        bias = bias.along(call.distance_low, call.bias.shape[3])
+    elif bias is not None:
+        bias = _bias_in_four(bias, lead)
+    return Inputs(q, k, v, bias, None if sinks is None else _contiguous(sinks))
+
+
+# Arrays.
 
 
 def whole_strides(x: NDArray[Any]) -> bool:
@@ -44,20 +147,18 @@ def plain_array(name: str, x: Any, where: str = "attention") -> Any:
     return x
 
 
-def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
-    """The common rank of q, k and v, and their dimensions before (H, N, D)."""
+def _check_qkv(q: Any, k: Any, v: Any) -> tuple[int, ...]:
+    """Raise unless q, k and v fit together; returns their dimensions before (H, N, D)."""
     if not isinstance(q, np.ndarray) and not is_tensor(q):
         raise CallError(
             f"attention: q is {type(q).__name__}, but it takes NumPy arrays or torch tensors. Fix: np.asarray(q)."
         )
-    kind = _dtype(q)
-    if kind not in _FLOATS:
+    dtype, is_numpy, rank = dtype_name(q.dtype), isinstance(q, np.ndarray), q.ndim
+    if dtype not in _FLOATS:
         raise CallError(
-            f"attention: q is {kind}, but attention takes {', '.join(_FLOATS)}. Fix: q.astype(np.float32) or q.float()."
+            f"attention: q is {dtype}, but attention takes {', '.join(_FLOATS)}. Fix: q.astype(np.float32) or q.float()."
         )
-    is_numpy = isinstance(q, np.ndarray)
-    rank = q.ndim
-    if is_numpy and kind == "bfloat16":
+    if is_numpy and dtype == "bfloat16":
         raise CallError(
             "attention: q is bfloat16 in NumPy, which is slow there. Fix: a torch tensor, or q.astype(np.float32)."
         )
@@ -68,12 +169,14 @@ def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
             continue
         _check_kind(name, x, q)
         if x.dtype != q.dtype:
-            raise CallError(f"attention: q is {kind} and {name} is {_dtype(x)}. Fix: cast them to one dtype.")
+            raise CallError(
+                f"attention: q is {dtype} and {name} is {dtype_name(x.dtype)}. Fix: cast them to one dtype."
+            )
         if x.ndim != rank:
             raise CallError(
                 f"attention: q has {rank} dimensions, {tuple(q.shape)}, and {name} has {x.ndim}, {tuple(x.shape)}."
             )
-    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     problem = None
     if of_q[-1] != of_k[-1] or of_q[-1] == 0:
         problem = "q and k differ in head size D, or it is 0: {}."
@@ -87,8 +190,8 @@ def check_arrays(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, ...]]:
     elif not of_q[:-3] == of_k[:-3] == of_v[:-3]:
         problem = "the batch dimensions differ: {}. Fix: expand them to one size."
     if problem is not None:
-        raise CallError("attention: " + problem.format(f"q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)}"))
-    return rank, tuple(of_q[:-3])
+        raise CallError("attention: " + problem.format(f"q {of_q}, k {of_k}, v {of_v}"))
+    return of_q[:-3]
 
 
 def _share(heads: int, kv_heads: int) -> bool:
@@ -114,37 +217,40 @@ def _check_kind(name: str, x: Any, q: Any) -> None:
             )
 
 
-def check_batch(mask: Mask, rank: int, rows: int, heads: int) -> None:
+def _check_batch(mask: Mask, rank: int, rows: int, heads: int) -> None:
     """Raise unless the batch shape of the mask fits the rows and heads of q."""
-    if not mask.batch:
-        return
-    if rank < 4 and mask.batch[0] > 1:
+    batch = mask.batch
+    if batch and rank < 4 and batch[0] > 1:
         raise CallError(
-            f"attention: mask has batch {mask.batch}, but q, k and v have none. Fix: x[None] for q, k and v, or mask.at(row)."
+            f"attention: mask has batch {batch}, but q, k and v have none. Fix: x[None] for q, k and v, or mask.at(row)."
         )
-    if mask.batch[0] not in (1, rows) or (len(mask.batch) == 2 and mask.batch[1] not in (1, heads)):
-        raise CallError(f"attention: mask has batch {mask.batch}, but q has {rows} rows and {heads} heads.")
+    if any(n not in (1, size) for n, size in zip(batch, (rows, heads), strict=False)):
+        raise CallError(f"attention: mask has batch {batch}, but q has {rows} rows and {heads} heads.")
 
 
-def check_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> Any:
+def _checked_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> Any:
     """The bias in four dimensions that broadcast against ``shape``, (B, Hq, Nq, Nk)."""
     _check_kind("bias", bias, q)
-    kind = _dtype(bias)
-    if kind not in _FLOATS:
-        fix = " Fix: a table of bools is a mask: lowtri.table(m) or lowtri.hidden(m)." if kind == "bool" else ""
-        raise CallError(f"attention: bias is {kind}, but numbers are added to the scores.{fix}")
+    dtype = dtype_name(bias.dtype)
+    if dtype not in _FLOATS:
+        fix = " Fix: a table of bools is a mask: lowtri.table(m) or lowtri.hidden(m)." if dtype == "bool" else ""
+        raise CallError(f"attention: bias is {dtype}, but numbers are added to the scores.{fix}")
     given_shape = tuple(bias.shape)
     front = given_shape[:-3] if len(given_shape) > 4 else ()
-    if not front or (len(front) == len(lead) and all(n in (1, full) for n, full in zip(front, lead, strict=True))):
-        bias = bias_in_four(bias, lead)
-    if bias.ndim != 4 or any(n not in (1, full) for n, full in zip(bias.shape, shape, strict=True)):
+    if not front or (len(front) == len(lead) and _broadcasts(front, lead)):
+        bias = _bias_in_four(bias, lead)
+    if bias.ndim != 4 or not _broadcasts(bias.shape, shape):
         raise CallError(
             f"attention: bias is {given_shape}, which does not broadcast against (B, Hq, Nq, Nk) = {shape}."
         )
     return bias
 
 
-def bias_in_four(bias: Any, lead: tuple[int, ...]) -> Any:
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return all(n in (1, full) for n, full in zip(shape, to, strict=True))
+
+
+def _bias_in_four(bias: Any, lead: tuple[int, ...]) -> Any:
     """A bias in four dimensions: its leading dimensions are flattened as those of q are."""
     if bias.ndim <= 4:
         return bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
@@ -155,21 +261,21 @@ def bias_in_four(bias: Any, lead: tuple[int, ...]) -> Any:
     return bias.reshape(math.prod(bias.shape[:-3]), *tail)
 
 
-def check_sinks(sinks: Any, q: Any, heads: int) -> Any:
+def _checked_sinks(sinks: Any, q: Any, heads: int) -> Any:
     """One logit for each query head, contiguous, since kernels read them so."""
     _check_kind("sinks", sinks, q)
-    kind = _dtype(sinks)
-    if tuple(sinks.shape) != (heads,) or kind not in _FLOATS:
+    dtype = dtype_name(sinks.dtype)
+    if tuple(sinks.shape) != (heads,) or dtype not in _FLOATS:
         raise CallError(
-            f"attention: sinks is {kind} {tuple(sinks.shape)}, but it holds one logit for each query head: "
+            f"attention: sinks is {dtype} {tuple(sinks.shape)}, but it holds one logit for each query head: "
             f"floats, ({heads},)."
         )
-    return packed(sinks)
+    return _contiguous(sinks)
 
 
-def check_recorded(tensors: dict[str, Any]) -> None:
+def _check_recorded(inputs: Inputs) -> None:
     """Raise if gradients are recorded and a tensor was made in inference mode: torch cannot save it for the backward."""
-    given = {name: x for name, x in tensors.items() if x is not None}
+    given = {name: x for name, x in inputs._asdict().items() if x is not None}
     if any(x.requires_grad for x in given.values()):
         for name, x in given.items():
             if x.is_inference():
@@ -179,24 +285,75 @@ def check_recorded(tensors: dict[str, Any]) -> None:
                 )
 
 
-def packed(x: Any) -> Any:
-    """The array, contiguous."""
+def _opaque(inputs: Inputs) -> str | None:
+    """Why a kernel may not read the tensors' memory by itself, or None."""
+    from lowtri.compat.torch_private import why_unreadable
+    from lowtri.ops.tensors import active_mode, is_dense_cpu
+
+    if why_unreadable is not None:
+        return why_unreadable
+    for name, x in inputs._asdict().items():
+        if x is not None and not is_dense_cpu(x):
+            return f"{name} is a {type(x).__name__} or a view whose data does not lie in memory as it is"
+    return active_mode()
+
+
+def _in_four(x: Any, rank: int, lead: tuple[int, ...]) -> Any:
+    """(..., H, N, D), (H, N, D) or (N, D) as (B, H, N, D)."""
+    if rank == 4:
+        return x
+    return x[None, None] if rank == 2 else x.reshape(math.prod(lead), *x.shape[-3:])
+
+
+def _contiguous(x: Any) -> Any:
     return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
 
 
-def check_numbers(scale: Any, softcap: Any, dropout: Any) -> None:
-    """Check the options that are one number each."""
-    if scale is not None and not math.isfinite(_number("scale", scale)):
-        raise CallError(f"attention: scale is {scale}, but scores are multiplied by a finite number.")
-    if softcap is not None and not 0 < _number("softcap", softcap) < math.inf:
+def _info(x: Any, records: bool) -> ArrayInfo:
+    if isinstance(x, np.ndarray):
+        return ArrayInfo(x.shape, tuple(n // x.itemsize for n in x.strides), dtype_name(x.dtype), False)
+    return ArrayInfo(tuple(x.shape), tuple(x.stride()), dtype_name(x.dtype), records and x.requires_grad)
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, NumPy's or torch's: float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind(x: Any) -> str:
+    return "a torch tensor" if is_tensor(x) else "a NumPy array" if isinstance(x, np.ndarray) else type(x).__name__
+
+
+# Numbers and positions.
+
+
+def _number(name: str, value: Any) -> float:
+    """A Python number; a tensor is rejected, since its gradient would be lost in silence."""
+    if isinstance(value, float | int | np.floating | np.integer):
+        return float(value)
+    raise CallError(f"attention: {name} is {_kind(value)}, but it takes one plain number. Fix: float({name}).")
+
+
+def _checked_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np.int64]:
+    """Positions as NumPy integers, (1, N) or (B, N)."""
+    array = positions_in_numpy(f"attention: {name}", positions, f"({n},) or ({rows}, {n})")
+    if array.size == 0 and n == 0:
+        return np.zeros((1, 0), np.int64)
+    if array.shape not in ((n,), (rows, n), (1, n)):
         raise CallError(
-            f"attention: softcap is {softcap}, but scores are capped at a positive number. Fix: softcap=None for no cap."
+            f"attention: {name} is {array.dtype} {array.shape}, but it holds whole numbers, ({n},) or ({rows}, {n}): "
+            "the position of each token in the sequence, -1 for padding."
         )
-    if not 0 <= _number("dropout", dropout) <= 1:
-        raise CallError(f"attention: dropout is {dropout}, but it is a probability, 0 .. 1.")
+    array = np.array(array, ndmin=2)  # a copy: a prepared call outlives the caller's array
+    array.setflags(write=False)
+    return array
 
 
-def check_weights(shape: tuple[int, int, int, int], itemsize: int, dtype: str) -> None:
+# The machine.
+
+
+def _check_memory(shape: tuple[int, int, int, int], itemsize: int, dtype: str) -> None:
     """Raise a CallError if the weights (B, Hq, Nq, Nk) do not fit into this machine's memory."""
     size, available = math.prod(shape) * itemsize, _memory_bytes()
     if available is not None and size > available:
@@ -221,39 +378,32 @@ def _memory_bytes() -> int | None:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def check_positions(name: str, positions: Any, rows: int, n: int) -> NDArray[np.int64]:
-    """Positions as NumPy integers, (1, N) or (B, N)."""
-    array = positions_in_numpy(f"attention: {name}", positions, f"({n},) or ({rows}, {n})")
-    if array.size == 0 and n == 0:
-        return np.zeros((1, 0), np.int64)
-    if array.shape not in ((n,), (rows, n), (1, n)):
-        raise CallError(
-            f"attention: {name} is {array.dtype} {array.shape}, but it holds whole numbers, ({n},) or ({rows}, {n}): "
-            "the position of each token in the sequence, -1 for padding."
-        )
-    array = np.array(array, ndmin=2)  # a copy: a prepared call outlives the caller's array
-    array.setflags(write=False)
-    return array
+def thread_count(is_numpy: bool) -> int:
+    """The threads that a call may use: torch's own setting, or, without torch, :func:`available_threads`.
 
-
-def _number(name: str, value: Any) -> float:
-    """A Python number; a tensor is rejected, since its gradient would be lost in silence."""
-    if type(value) is float:
-        return value
-    if isinstance(value, float | int | np.floating | np.integer):
-        return float(value)
-    raise CallError(f"attention: {name} is {_kind(value)}, but it takes one plain number. Fix: float({name}).")
-
-
-def _dtype(x: Any) -> str:
-    return dtype_name(x.dtype)
+    >>> thread_count(is_numpy=True) >= 1
+    True
+    """
+    torch = sys.modules.get("torch")
+    return available_threads() if torch is None or is_numpy else int(torch.get_num_threads())
 
 
 @cache
-def dtype_name(dtype: Any) -> str:
-    """The name of a dtype, NumPy's or torch's: float32."""
-    return str(dtype).removeprefix("torch.")
+def available_threads() -> int:
+    """``OMP_NUM_THREADS``, else the CPUs that this process may use."""
+    setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if setting.isdecimal() and int(setting) > 0:
+        return int(setting)
+    return max(1, min(fast_cpus(), _quota()))
 
 
-def _kind(x: Any) -> str:
-    return "a torch tensor" if is_tensor(x) else "a NumPy array" if isinstance(x, np.ndarray) else type(x).__name__
+def _quota(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """The CPUs that a container's quota allows (cgroup v2, then v1), rounded up; a large number where there is none."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((root / name).read_text() for name in files).split()
+            if int(quota) > 0:
+                return -(-int(quota) // int(period))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return 2**16

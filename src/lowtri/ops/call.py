@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,14 @@ from numpy.typing import NDArray
 from lowtri.masks.mask import Mask
 from lowtri.masks.plan import Plan, plan
 from lowtri.masks.tile import FULL
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+    from torch import Tensor
+
+    from lowtri.ops.distance_bias import DistanceBias
+
+    Array = TypeVar("Array", Tensor, NDArray[Any])  # all arrays of a call come from one library, and so do its results
 
 FEW_QUERIES = 16  # a call of fewer is prepared for any number of keys where its kernel reads a cache
 _PAIRS_AT_ONCE = 2**18  # of a table whose rows differ: 2 MB of distances
@@ -43,6 +51,18 @@ class Inputs(NamedTuple):
     sinks: Any = None  # or (Hq,)
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of :func:`lowtri.attention` that change neither the return type nor the backend; for type checkers."""
+
+    scale: float | None
+    softcap: float | None
+    bias: Tensor | NDArray[Any] | DistanceBias | None
+    sinks: Tensor | NDArray[Any] | None
+    dropout: float
+    q_positions: Tensor | ArrayLike | None
+    k_positions: Tensor | ArrayLike | None
+
+
 class CallOptions(NamedTuple):
     """The keyword arguments of :func:`lowtri.attention`, as users pass them."""
 
@@ -64,6 +84,7 @@ class Result(NamedTuple):
     output: Any  # (B, Hq, Nq, Dv), the dtype of q
     weights: Any = None  # (B, Hq, Nq, Nk), the dtype of q, before dropout
     lse: Any = None  # (B, Hq, Nq), at least float32
+    state: Any = None  # what the backend's own gradients need besides the inputs and the output
 
 
 class Keys(NamedTuple):
@@ -102,7 +123,7 @@ class Call:
     transformation: str | None  # torch's transform (vmap, jvp, ...) around the call, or None
     lead: tuple[int, ...]  # the user's dimensions before (Hq, Nq, D)
     rank: int  # of the user's q
-    distance_low: int | None = None  # of a bias over distances, see ops.distance_bias: the distance of its first number
+    distance_low: int | None = None  # of a bias over distances (ops.distance_bias): the distance of its first number
 
     @property
     def dtype(self) -> str:
@@ -161,6 +182,32 @@ class Call:
             return _table(self.mask, q, k)
         visible = self.mask.between_tokens(q.T, k)
         return (visible & (k >= 0) if keys.bounds[2] < 0 else visible)[None, None]  # free slots of a cache are at -1
+
+    @cached_property
+    def first_distance(self) -> int | None:
+        """The index of the first query's distance to the first key in a bias over distances, if both have consecutive positions."""
+        assert self.distance_low is not None
+        for x in (self.q_positions, self.k_positions):
+            if len(x) != 1 or x[0, 0] < 0 or np.any(np.diff(x[0]) != 1):
+                return None
+        return int(self.q_positions[0, 0] - self.k_positions[0, 0]) - self.distance_low
+
+    def bias_of_pairs(
+        self, bias: Any, start: int = 0, stop: int | None = None, k0: int = 0, k1: int | None = None
+    ) -> Any:
+        """A bias over distances for the pairs of :meth:`visible`, (B|1, Hq|1, nq, nk); any number at hidden ones."""
+        assert self.distance_low is not None
+        index: Any = self.q_positions[:, start:stop, None] - self.k_positions[:, None, k0:k1] - self.distance_low
+        index = np.clip(index, 0, bias.shape[3] - 1)  # padding has other distances, and is hidden
+        if not isinstance(bias, np.ndarray):
+            import torch
+
+            index = torch.from_numpy(index).to(bias.device)
+        rows = bias[:, :, 0]  # (B|1, H|1, L)
+        if len(index) == 1:
+            return rows[:, :, index[0]]
+        parts = [rows[b % len(rows)][:, index[b]] for b in range(len(index))]
+        return np.stack(parts) if isinstance(bias, np.ndarray) else torch.stack(parts)
 
     def restore(self, x: Any) -> Any:
         """A result (B, Hq, ...) in the rank of the user's q."""

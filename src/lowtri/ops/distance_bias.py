@@ -1,7 +1,7 @@
 """Biases that depend on the head and on the distance between query and key only: one number for each distance, not for each pair.
 
 A call stores the numbers of all its distances, ``q - k`` from the least to the greatest, in the place of a bias: (B|1, Hq|1, 1, L).
-Backends either read them with a step of +1 along the queries and -1 along the keys, or look pairs up with :func:`of_pairs`.
+Backends either read them with a step of +1 along the queries and -1 along the keys, or look pairs up with ``Call.bias_of_pairs``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_tensor
-from lowtri.ops.call import Call
 
 _MOST = 2**27  # distances of a call
 
@@ -83,7 +82,7 @@ def distance_bias(table: Any, first: int | None = None) -> DistanceBias:
     start = -(n // 2) if first is None else int(first)
 
     def look_up(values: Any, distances: NDArray[np.int64]) -> Any:
-        return values[..., _like(np.clip(distances - start, 0, n - 1), values, keep=True)]
+        return values[..., _like(np.clip(distances - start, 0, n - 1), values)]
 
     return DistanceBias(table, ("distance_bias", start), look_up)
 
@@ -118,42 +117,14 @@ def distances_of(bias: DistanceBias, q: NDArray[np.int64], k: NDArray[np.int64])
     return low, bias.along(low, high - low + 1)
 
 
-def first_pair(call: Call) -> int | None:
-    """The index of the first query's distance to the first key, if the positions of both are consecutive; else None."""
-    assert call.distance_low is not None
-    for x in (call.q_positions, call.k_positions):
-        if len(x) != 1 or x[0, 0] < 0 or np.any(np.diff(x[0]) != 1):
-            return None
-    return int(call.q_positions[0, 0] - call.k_positions[0, 0]) - call.distance_low
-
-
-def of_pairs(call: Call, bias: Any, q0: int = 0, q1: int | None = None, k0: int = 0, k1: int | None = None) -> Any:
-    """The bias of pairs, (B|1, Hq|1, n, nk), of the queries ``q0 .. q1`` and the keys ``k0 .. k1``; any number at hidden ones."""
-    index = _indices(call, bias.shape[3], q0, q1, k0, k1)
-    rows = bias[:, :, 0]  # (B|1, H|1, L)
-    if len(index) == 1:
-        return rows[:, :, _like(index[0], bias, keep=True)]
-    parts = [rows[b % len(rows)][:, _like(index[b], bias, keep=True)] for b in range(len(index))]
-    if isinstance(bias, np.ndarray):
-        return np.stack(parts)
-    import torch
-
-    return torch.stack(parts)
-
-
-def _indices(call: Call, length: int, q0: int, q1: int | None, k0: int, k1: int | None) -> NDArray[np.int64]:
-    assert call.distance_low is not None
-    index = call.q_positions[:, q0:q1, None] - call.k_positions[:, None, k0:k1] - call.distance_low
-    return np.clip(index, 0, length - 1)  # padding has other distances, and is hidden
-
-
-def _like(numbers: NDArray[Any], like: Any, keep: bool = False) -> Any:
-    """NumPy numbers as an array or a tensor where ``like`` is one, in its dtype (at least float32) or their own."""
+def _like(numbers: NDArray[Any], like: Any) -> Any:
+    """NumPy numbers as an array or a tensor where ``like`` is one; floats in its dtype, at least float32."""
+    is_index = numbers.dtype.kind == "i"
     if isinstance(like, np.ndarray):
-        return numbers if keep else numbers.astype(np.promote_types(like.dtype, np.float32))
+        return numbers if is_index else numbers.astype(np.promote_types(like.dtype, np.float32))
     import torch
 
-    dtype = None if keep else torch.promote_types(like.dtype, torch.float32)
+    dtype = None if is_index else torch.promote_types(like.dtype, torch.float32)
     return torch.from_numpy(numbers).to(like.device, dtype)
 
 

@@ -1,7 +1,7 @@
 """One attention call in float64, computed by its definition; its last fields say how it can be computed wrongly.
 
 This is the oracle of ``lowtri.verify`` and uses no other attention of lowtri, so that all of them can be judged by it: neither the
-backends nor ``ops.reference``, which is NumPy with gradients written by hand, while these are torch's autograd.
+backends nor ``backends.reference``, which is NumPy with gradients written by hand, while these are torch's autograd.
 """
 
 from __future__ import annotations

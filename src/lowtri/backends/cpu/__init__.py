@@ -5,13 +5,12 @@ Where there is no library of kernels for this machine, ``supports`` gives the re
 
 from __future__ import annotations
 
-from lowtri.backends.base import Prepared
+from lowtri.backends import Prepared
 from lowtri.backends.cpu.decode import CpuDecode
 from lowtri.backends.cpu.forward import CpuForward
-from lowtri.backends.cpu.layout import select
+from lowtri.backends.cpu.launch import select
 from lowtri.kernels import library
 from lowtri.ops.call import Call
-from lowtri.ops.distance_bias import first_pair
 
 __all__ = ["name", "prepare", "supports"]
 
@@ -31,7 +30,7 @@ def supports(call: Call) -> str | None:
         return "it does not return weights"
     if 0 in call.q.shape or 0 in call.v.shape:
         return "there is nothing to attend to"
-    if call.distance_low is not None and first_pair(call) is None:
+    if call.distance_low is not None and call.first_distance is None:
         return "it reads a bias over distances at consecutive positions only"
     return None
 

@@ -1,90 +1,58 @@
 """Few queries against many keys: a call that is prepared once, for any number of keys and at any positions.
 
 Each token that is generated brings one key more and other positions. What does not depend on these (the kernel, sizes, options, the
-layout of scratch memory) is kept from token to token; :meth:`CpuDecode.at` sets the rest: how many keys, where they lie, which of
-them are visible, and into how many parts they are split.
+layout of scratch memory) is prepared once; :meth:`CpuDecode.at` adds the rest: how many keys, where they lie, which of them are
+visible, and into how many parts they are split.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.backends.base import Prepared
-from lowtri.backends.cpu.launch import Launch, decode_threads, word
-from lowtri.backends.cpu.layout import ArrayLayout, Selection, address, empty, packed, strides, to_dtype
+from lowtri.backends import Prepared
+from lowtri.backends.cpu.launch import ArrayLayout, Launch, Selection, decode_threads, packed, to_dtype
 from lowtri.kernels.abi import CACHE_KEYS, DECODE
 from lowtri.ops.call import Call, Inputs, Keys, Result
 
-_VARYING = ("nk", "first_key", "tasks", "visible")
-_WORDS = [
-    *(word(DECODE, name) for name in _VARYING),
-    *(word(DECODE, "visible_strides", part) for part in "bh"),
-    *(word(DECODE, f"{x}_strides", part) for x in "kv" for part in "bhnd"),
-]
+# The fields of the record that depend on the keys.
+_VARYING = ("nk", "first_key", "tasks", "visible", "visible_strides", "k_strides", "v_strides")
 
 
 class CpuDecode(Prepared):
     """The decode kernel of a call that needs no gradients. It has no plan: a table says which keys are visible, if not all are."""
 
-    from_output = True  # of the same call where gradients are recorded
+    gradients_from = "lse"  # of the same call where gradients are recorded
     any_keys = True
-    launch: Launch
 
     def __init__(self, call: Call, selection: Selection) -> None:
-        self.call, self.reading, self.spec = call, ArrayLayout(call, selection), selection.spec
-        self.input_bytes, self.in_pairs = self.spec.input_bytes, self.spec.per_word == 2
-        self.output_shape = (*call.q.shape[:3], call.v.shape[3])
-        self.output_strides, self.lse_strides = packed(self.output_shape), packed(self.output_shape[:3])
-        self.nbytes = 8192
-        exact = call.sinks is None or call.sinks.dtype == self.reading.compute_dtype
-        self.as_it_is = exact and not (call.is_numpy or self.reading.cast or call.bias)
-        self.as_it_is &= call.q.strides == packed(call.q.shape)
-        batch, _, kv_heads, _, nk, d, dv = call.sizes
-        self.groups, self.head_sizes = batch * kv_heads, (d, dv)
-        self.division: tuple[int, int] | None = None  # threads, and parts of the keys
+        layout = ArrayLayout(call, selection)
+        self.call, self.layout = call, layout
+        batch, _, kv_heads, _, nk, *self.head_sizes = call.sizes
+        shape = (*call.q.shape[:3], call.v.shape[3])
+        self.new_output = layout.new(shape, None, layout.dtype)
+        self.new_lse = layout.new(shape[:3]) if call.return_lse else None
+        self.groups = batch * kv_heads
+        self.launches: dict[tuple[int, int], Launch] = {}  # by threads, and parts of the keys
         given = call.positions_given
         q_positions, k_positions = call.q_positions if given else None, call.k_positions if given else None
-        self._prepare(Keys(nk, call.k.strides, call.v.strides, q_positions, k_positions, call.bounds))
+        self.own = self._at(Keys(nk, call.k.strides, call.v.strides, q_positions, k_positions, call.bounds))
         # With the table and the positions: those of this call, and of the newest run.
         positions = sum(x.nbytes for x in (q_positions, k_positions) if x is not None)
-        self.nbytes += 3 * (self.table_bytes + positions)
-
-    def at(self, keys: Keys) -> CpuDecode | None:
-        """This call for other keys and positions; None where the strides of the keys are for another kernel."""
-        for new, old in ((keys.k_strides, self.keys.k_strides), (keys.v_strides, self.keys.v_strides)):
-            if new[3] != old[3] or (self.in_pairs and (new[0] | new[1] | new[2]) % 2):
-                return None
-        other: CpuDecode = object.__new__(CpuDecode)
-        other.__dict__.update(self.__dict__)
-        other._prepare(keys)
-        return other
+        self.nbytes = 8192 + 3 * (self.own.nbytes + positions)
 
     def run(self, inputs: Inputs) -> Result:
-        call, reading = self.call, self.reading
-        q, k, v, bias, sinks = inputs
-        if self.as_it_is:
-            output = q.new_empty_strided(self.output_shape, self.output_strides)
-        else:
-            q, k, v, bias, sinks = reading.inputs(inputs)
-            output = empty(q, self.output_shape, self.output_strides, reading.dtype)
-        lse: Any = None
-        if call.return_lse:
-            lse = empty(q, call.q.shape[:3], self.lse_strides, reading.compute_dtype)
-        first = reading.bias_address(bias, reading.bias_strides) if bias is not None else 0
-        if call.is_numpy:
-            self.launch.run_at(*map(address, (q, k, v, output, lse)), first, address(sinks))
-        else:
-            sums, sink = 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr()
-            self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), sums, first, sink)
-        return Result(to_dtype(output, call.dtype) if reading.cast else output, None, lse)
+        return self.own.run(inputs)
 
-    def _prepare(self, keys: Keys) -> None:
-        """The launch for these keys: a copy of the one before it with other numbers, unless the work is divided otherwise."""
-        self.keys, call = keys, self.call
-        nk, visible, first_key = keys.nk, call.visible_of(keys), 0  # visible: (B|1, Hq|1, Nq, Nk)
+    def at(self, keys: Keys) -> Prepared | None:
+        """This call for other keys and positions; None where the strides of the keys are for another kernel."""
+        for new, old in ((keys.k_strides, self.call.k.strides), (keys.v_strides, self.call.v.strides)):
+            if new[3] != old[3] or (self.layout.spec.in_pairs and (new[0] | new[1] | new[2]) % 2):
+                return None
+        return self._at(keys)
+
+    def _at(self, keys: Keys) -> _AtKeys:
+        nk, visible, first_key = keys.nk, self.call.visible_of(keys), 0  # visible: (B|1, Hq|1, Nq, Nk)
         by_row = by_head = 0
         if visible is not None:  # under a window: only the keys from the first to the last visible one
             first_key, stop, is_full = _run_of_keys(visible)
@@ -92,23 +60,47 @@ class CpuDecode(Prepared):
         if visible is not None:
             (rows, heads, *_), (by_row, by_head, *_) = visible.shape, visible.strides
             by_row, by_head = by_row if rows > 1 else 0, by_head if heads > 1 else 0
-        self.table_bytes = 0 if visible is None else visible.nbytes
-        threads = decode_threads(call, nk, self.input_bytes)
+        threads = decode_threads(self.call, nk, self.layout.spec.input_bytes)
         parts = max(1, min(2 * threads // self.groups, -(-nk // CACHE_KEYS)))
         k_strides, v_strides = keys.k_strides, keys.v_strides
-        if self.reading.cast:  # to contiguous copies
-            shape = (*call.k.shape[:2], keys.nk)
-            k_strides, v_strides = (packed((*shape, size)) for size in self.head_sizes)
-        varying = nk, first_key, self.groups * parts, 0 if visible is None else visible.ctypes.data
-        numbers = *varying, by_row, by_head, *k_strides, *v_strides
-        if self.division == (threads, parts):
-            self.launch = self.launch.changed(_WORDS, numbers, visible)
-            return
-        self.division = threads, parts
-        fields = self.reading.fields() | {"parts": parts, **dict(zip(_VARYING, varying, strict=True))}
-        fields["visible_strides"] = {"b": by_row, "h": by_head}
-        fields |= {"k_strides": strides(k_strides), "v_strides": strides(v_strides)}
-        self.launch = Launch(DECODE, self.spec, fields, threads, visible)
+        if self.layout.cast:  # to contiguous copies
+            k_strides, v_strides = (packed((*self.call.k.shape[:2], keys.nk, size)) for size in self.head_sizes)
+        launch = self.launches.get((threads, parts)) or self._prepare(threads, parts)
+        table = 0 if visible is None else visible.ctypes.data
+        numbers = nk, first_key, self.groups * parts, table, by_row, by_head, *k_strides, *v_strides
+        return _AtKeys(self, launch, launch.words(numbers), visible)
+
+    def _prepare(self, threads: int, parts: int) -> Launch:
+        """The launch for this division of the work; what each run writes is 0 here."""
+        fields = self.layout.fields() | {"tasks": self.groups * parts, "parts": parts, "first_key": 0, "visible": 0}
+        fields["visible_strides"] = {"b": 0, "h": 0}
+        launch = Launch(DECODE, self.layout.spec, fields, threads, varying=_VARYING)
+        return self.launches.setdefault((threads, parts), launch)
+
+
+class _AtKeys(Prepared):
+    """A call for certain keys: the words of the record that depend on them, and the table that one of these is the address of."""
+
+    def __init__(self, decode: CpuDecode, launch: Launch, words: list[int], visible: NDArray[np.bool_] | None) -> None:
+        self.decode, self.launch, self.words, self.visible = decode, launch, words, visible
+        self.nbytes = 0 if visible is None else visible.nbytes
+
+    def run(self, inputs: Inputs) -> Result:
+        decode = self.decode
+        layout, address = decode.layout, decode.layout.address
+        q, k, v, bias, sinks = inputs if layout.unchanged else layout.inputs(inputs)
+        output, lse = decode.new_output(q), None if decode.new_lse is None else decode.new_lse(q)
+        self.launch.run_at(
+            address(q),
+            address(k),
+            address(v),
+            address(output),
+            0 if lse is None else address(lse),
+            0 if bias is None else layout.bias_address(bias, layout.bias_strides),
+            0 if sinks is None else address(sinks),
+            *self.words,
+        )
+        return Result(to_dtype(output, decode.call.dtype) if layout.cast else output, None, lse)
 
 
 def _run_of_keys(visible: NDArray[np.bool_]) -> tuple[int, int, bool]:

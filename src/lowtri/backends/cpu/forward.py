@@ -1,28 +1,27 @@
-"""A call prepared for the kernels: how they read its arrays, the plan, and the launches."""
+"""A call prepared for the kernels of tiles: one launch for the output, and one for the gradients in each layout of what they read."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from lowtri.backends.base import Prepared
-from lowtri.backends.cpu.backward import CpuBackward
-from lowtri.backends.cpu.launch import LARGE, Launch, ask_for_large_pages
-from lowtri.backends.cpu.layout import (
+from lowtri.backends import Prepared
+from lowtri.backends.cpu.launch import (
     ArrayLayout,
     Selection,
     Strides,
-    address,
-    empty,
     like_array,
+    of_bias,
     of_plan,
     packed,
     select,
     strides,
+    tile_threads,
     to_dtype,
-    torch_dtype,
 )
-from lowtri.kernels.abi import KEYS
+from lowtri.kernels.abi import KEYS, key_rows, padded
+from lowtri.kernels.spec import Array
+from lowtri.masks.plan import Plan
 from lowtri.ops.call import Call, Inputs, Result
 
 _MOST_LAYOUTS = 8  # of which a call keeps the prepared gradients
@@ -32,114 +31,166 @@ Layout: TypeAlias = tuple[Strides, Strides, Strides, Strides, Strides, Strides |
 
 
 class CpuForward(Prepared):
-    """One launch for the output, and one for the gradients in each layout of what they read.
+    """The output has the memory layout of q: heads before tokens, or tokens before heads as projections leave them.
 
-    The output has the memory layout of q: heads before tokens, or tokens before heads as projections leave them, so that no copy is
-    needed on either side.
+    No copy is then needed on either side. Gradients need the log-sum-exp and what it loses to rounding, (2, B, Hq, Nq).
     """
 
-    computes_gradients = True
-    from_output = True
+    gradients_from = "lse"
 
     def __init__(self, call: Call, selection: Selection) -> None:
-        self.call, self.reading = call, ArrayLayout(call, selection)
-        self.plan = call.plan(KEYS)
-        self.output_shape = (*call.q.shape[:3], call.v.shape[3])
-        like_q = like_array(self.reading.arrays[0], call.v.shape[3])
-        self.output_strides = packed(self.output_shape) if call.is_numpy else like_q
-        # The log-sum-exp and what it loses to rounding, if gradients need them; the former alone if it is only returned.
-        self.lse_planes = 2 if call.needs_grad else 1 if call.return_lse else 0
-        self.sums_shape = (self.lse_planes, *call.q.shape[:3])
-        self.sums_strides = packed(self.sums_shape)
-        self.sums_dtype = None if call.is_numpy else torch_dtype(self.reading.compute_dtype)
-        self.launch = self._prepare_forward(self.plan)
-        self.sums_in_dtype = call.dtype == self.reading.compute_dtype  # so are the gradients
-        self.qkv_only = self.reading.unchanged and self.lse_planes == 2 and not call.return_lse
-        self._gradients: dict[Layout, CpuBackward] = {}
+        layout = ArrayLayout(call, selection)
+        self.call, self.layout, self.plan = call, layout, call.plan(KEYS)
+        batch, heads, _, _, _, _, dv = call.sizes
+        shape = (*call.q.shape[:3], dv)
+        output = packed(shape) if call.is_numpy else like_array(layout.arrays[0], dv)
+        self.new_output = layout.new(shape, output, layout.dtype)
+        self.planes = 2 if call.needs_grad else int(call.return_lse)  # the log-sum-exp, and what it loses to rounding
+        self.new_lse = layout.new((self.planes, *shape[:3])) if self.planes else None
+        fields = layout.fields() | {"plan": of_plan(self.plan), "o_strides": strides(output)}
+        self.launch = layout.launch("forward", fields | {"tasks": batch * heads * self.plan.rows}, self.plan)
+        self._gradients: dict[Layout, _Backward] = {}
         self.nbytes = 8192 + self.plan.nbytes
 
     def run(self, inputs: Inputs) -> Result:
-        output, sums = self._forward(inputs)
-        return Result(output, None, sums[0] if self.call.return_lse else None)
+        layout = self.layout
+        q, k, v, bias, sinks = inputs if layout.unchanged else layout.inputs(inputs)
+        output, sums, lse, lse_low = self.new_output(q), None, 0, 0
+        address = layout.address
+        if self.new_lse is not None:
+            sums = self.new_lse(q)
+            lse = address(sums)
+            lse_low = lse + sums.nbytes // 2 if self.planes == 2 else 0
+        of_bias = 0 if bias is None else layout.bias_address(bias, layout.bias_strides)
+        of_sinks = 0 if sinks is None else address(sinks)
+        self.launch.run_at(address(q), address(k), address(v), address(output), lse, lse_low, of_bias, of_sinks)
+        if layout.cast:
+            output = to_dtype(output, self.call.dtype)
+        returned: Any = None
+        if self.call.return_lse and sums is not None:  # the user may change what is returned in place
+            returned = sums[0].clone() if self.planes == 2 else sums[0]
+        return Result(output, None, returned, sums)
 
-    def record(self, inputs: Inputs) -> tuple[Result, Any]:
-        """The result; and the log-sum-exp with what it loses to rounding, (2, B, Hq, Nq)."""
-        output, sums = self._forward(inputs)
-        # What the user gets may be changed in place.
-        return Result(output, None, sums[0].clone() if self.call.return_lse else None), sums
-
-    def _forward(self, inputs: Inputs) -> tuple[Any, Any]:
-        """Output (B, Hq, Nq, Dv) in the dtype of q, and the sums."""
-        reading = self.reading
-        if reading.unchanged:
-            return self.record_qkv(*inputs[:3])
-        q, k, v, bias, sinks = reading.inputs(inputs)
-        output = empty(q, self.output_shape, self.output_strides, reading.dtype)
-        if output.nbytes >= LARGE:
-            ask_for_large_pages(address(output), output.nbytes)
-        sums: Any = empty(q, self.sums_shape, self.sums_strides, reading.compute_dtype) if self.lse_planes else None
-        lse = address(sums)
-        lse_low = lse + sums.nbytes // 2 if self.lse_planes == 2 else 0
-        first = reading.bias_address(bias, reading.bias_strides)
-        self.launch.run_at(*map(address, (q, k, v, output)), lse, lse_low, first, address(sinks))
-        return (to_dtype(output, self.call.dtype) if reading.cast else output), sums
-
-    def record_qkv(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """Output and sums from tensors that the kernels read as they are: the shortest way, since small calls take microseconds."""
-        output = q.new_empty_strided(self.output_shape, self.output_strides)
-        where, sums, lse, lse_low = output.data_ptr(), None, 0, 0
-        if output.nbytes >= LARGE:
-            ask_for_large_pages(where, output.nbytes)
-        if self.lse_planes:
-            sums = q.new_empty_strided(self.sums_shape, self.sums_strides, dtype=self.sums_dtype)
-            lse = sums.data_ptr()
-            if self.lse_planes == 2:
-                lse_low = lse + sums.nbytes // 2
-        self.launch.run_at(q.data_ptr(), k.data_ptr(), v.data_ptr(), where, lse, lse_low, 0, 0)
-        return output, sums
-
-    def gradients_qkv(self, q: Any, k: Any, v: Any, output: Any, recorded: Any, d_output: Any) -> tuple[Any, Any, Any]:
-        """:meth:`gradients` of q, k and v where there is nothing else."""
-        layout = q.stride(), k.stride(), v.stride(), output.stride(), d_output.stride(), None
-        prepared = self._gradients.get(layout) or self._prepare_gradients(layout)
-        if not prepared.is_kernel_alone:
-            return self.gradients(Inputs(q, k, v), Result(output), recorded, Result(d_output))[:3]
-        lse_low = recorded.data_ptr() + recorded.nbytes // 2
-        dq, dk, dv = prepared.run_kernel(q, k, v, output, recorded, lse_low, d_output)
-        if self.sums_in_dtype:
-            return dq, dk, dv
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-    def gradients(self, inputs: Inputs, result: Result, recorded: Any, d_result: Result, wide: bool = False) -> Inputs:
-        """The gradients of the inputs from those of the output and the log-sum-exp."""
+    def gradients(self, inputs: Inputs, output: Any, state: Any, d_output: Any, d_lse: Any = None) -> Inputs:
+        """``state`` is the log-sum-exp, with or without what it loses to rounding: (1 or 2, B, Hq, Nq)."""
         q, k, v, bias, _ = inputs
-        bias_strides = None if bias is None else bias.stride()
-        layout = q.stride(), k.stride(), v.stride(), result.output.stride(), d_result.output.stride(), bias_strides
+        of_bias = None if bias is None else bias.stride()
+        layout = q.stride(), k.stride(), v.stride(), output.stride(), d_output.stride(), of_bias
         prepared = self._gradients.get(layout) or self._prepare_gradients(layout)
-        sums = prepared.run(inputs, result, recorded, d_result)
-        if wide or (self.reading.unchanged and self.sums_in_dtype):
-            return sums
-        return Inputs(*(None if d is None else d.to(x.dtype) for d, x in zip(sums, inputs, strict=True)))
+        return prepared.run(inputs, output, state, d_output, d_lse)
 
-    def _prepare_gradients(self, layout: Layout) -> CpuBackward:
+    def _prepare_gradients(self, layout: Layout) -> _Backward:
         q, k, v, output, d_output, bias = layout
-        call, reading = self.call, self.reading
-        given = call.q.strides, call.k.strides, call.v.strides, None if call.bias is None else call.bias.strides
-        if given != (q, k, v, bias):  # hooks of saved tensors (offloading, compression) may return other strides
-            moved = replace(
-                call,
-                q=call.q._replace(strides=q),
-                k=call.k._replace(strides=k),
-                v=call.v._replace(strides=v),
-                bias=None if call.bias is None else call.bias._replace(strides=bias or ()),
-            )
-            reading = ArrayLayout(moved, select(moved))
+        call, arrays = self.call, self.layout
+        if (call.q.strides, call.k.strides, call.v.strides, call.bias and call.bias.strides) != (q, k, v, bias):
+            # Hooks of saved tensors (offloading, compression) may return other strides.
+            moved: Any = {
+                name: x and x._replace(strides=now or ())
+                for name, x, now in (("q", call.q, q), ("k", call.k, k), ("v", call.v, v), ("bias", call.bias, bias))
+            }
+            call = replace(call, **moved)
+            arrays = ArrayLayout(call, select(call))
         if len(self._gradients) >= _MOST_LAYOUTS:
             self._gradients.clear()
-        prepared = self._gradients[layout] = CpuBackward(reading, self.plan, output, d_output)
+        prepared = self._gradients[layout] = _Backward(arrays, self.plan, output, d_output)
         return prepared
 
-    def _prepare_forward(self, plan: Any) -> Launch:
-        batch, heads, *_ = self.call.sizes
-        fields = self.reading.fields() | {"plan": of_plan(plan), "o_strides": strides(self.output_strides)}
-        return self.reading.launch("forward", fields | {"tasks": batch * heads * plan.rows}, plan)
+
+class _Backward:
+    """The backward kernel of a call, for one layout of its inputs, of the output and of the output's gradient.
+
+    A task owns a key/value head; if that leaves threads idle, its queries are split into parts with separate sums.
+    """
+
+    def __init__(self, layout: ArrayLayout, plan: Plan, output: Strides, d_output: Strides) -> None:
+        self.layout, call, spec = layout, layout.call, layout.spec
+        self.call = call
+        batch, heads, kv_heads, nq, nk, d, dv = call.sizes
+        threads = tile_threads("backward", call, plan)
+        whole = batch * kv_heads % threads == 0 or batch * kv_heads >= 4 * threads
+        parts = self.parts = min(1 if whole else threads, plan.rows)
+        rows, sizes = key_rows(spec, nk), [padded(spec, size) for size in (d, dv)]
+        # Without padding and parts the kernel writes dK and dV as they are returned, in the layout of k and v.
+        self.is_exact = parts == 1 and rows == nk and sizes == [d, dv]
+        if self.is_exact:
+            shapes: list[tuple[int, ...]] = [call.k.shape, call.v.shape]
+            steps = [like_array(x, x.shape[3]) for x in layout.arrays[1:]]
+        else:
+            shapes = [(parts, batch, kv_heads, rows, size) for size in sizes]
+            steps = [packed(shape) for shape in shapes]
+        dq = like_array(layout.arrays[0], d)
+        self.new_dq = layout.new(call.q.shape, dq)
+        self.new_dk, self.new_dv = (layout.new(*x) for x in zip(shapes, steps, strict=True))
+        self.new_delta = layout.new(call.q.shape[:3]) if call.sinks is not None and call.sinks.requires_grad else None
+        self.d_bias_shape = None
+        if call.bias is not None and call.bias.requires_grad:
+            self.d_bias_shape = (parts, batch, heads, *call.bias.shape[2:])
+        self.copies_output = layout.cast or output[3] != 1
+        self.copies_d_output = layout.cast or (spec.operand == "pairs" and not Array(d_output, dv).even)
+        dense = packed((batch, heads, nq, dv))  # of a copy
+        key_sums = [
+            dict(zip(("part", "b", "h", "n"), (0, *step)[-5:-1], strict=True)) | {"rows": rows, "size": size}
+            for step, size in zip(steps, sizes, strict=True)
+        ]
+        d_bias = () if self.d_bias_shape is None else packed(self.d_bias_shape)
+        fields = layout.fields() | {
+            "plan": of_plan(plan),
+            "parts": parts,
+            "tasks": parts * batch * kv_heads,
+            "output_strides": strides(dense if self.copies_output else output),
+            "d_output_strides": strides(dense if self.copies_d_output else d_output),
+            "dq_strides": strides(dq),
+            "dk_layout": key_sums[0],
+            "dv_layout": key_sums[1],
+            "d_bias_strides": of_bias(call, self.d_bias_shape, d_bias, ("part", "b", "h", "q", "k")),
+        }
+        self.launch = layout.launch("backward", fields, plan)
+
+    def run(self, inputs: Inputs, output: Any, sums: Any, d_output: Any, d_lse: Any) -> Inputs:
+        """The gradients in the dtype in which they are summed."""
+        layout = self.layout
+        q, k, v, bias, sinks = inputs if layout.unchanged else layout.inputs(inputs)
+        if self.copies_output:
+            output = to_dtype(output, layout.dtype).contiguous()
+        if self.copies_d_output:
+            d_output = to_dtype(d_output, layout.dtype).contiguous()
+        if d_lse is not None:
+            d_lse = to_dtype(d_lse, layout.compute_dtype).contiguous()
+        dq, dk, dv = self.new_dq(q), self.new_dk(q), self.new_dv(q)
+        delta = None if self.new_delta is None else self.new_delta(q)
+        d_bias = None if self.d_bias_shape is None else sums.new_zeros(self.d_bias_shape)
+        lse = sums.data_ptr()
+        self.launch.run_at(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            0 if bias is None else layout.bias_address(bias, layout.bias_strides),
+            output.data_ptr(),
+            lse,
+            lse + sums.nbytes // 2 if len(sums) == 2 else 0,
+            d_output.data_ptr(),
+            0 if d_lse is None else d_lse.data_ptr(),
+            0 if delta is None else delta.data_ptr(),
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
+            0 if d_bias is None else layout.bias_address(d_bias, (1,)),
+        )
+        if not self.is_exact:
+            *_, nk, d, size_v = self.call.sizes
+            dk, dv = ((x[0] if self.parts == 1 else x.sum(0))[:, :, :nk] for x in (dk, dv))
+            dk, dv = dk[..., :d], dv[..., :size_v]
+        if d_bias is not None:
+            d_bias = d_bias.sum(0).sum_to_size(bias.shape)
+        d_sinks = None if delta is None else _of_sinks(sinks, sums[0], delta, output, d_lse)
+        return Inputs(dq, dk, dv, d_bias, d_sinks)
+
+
+def _of_sinks(sinks: Any, lse: Any, delta: Any, output: Any, d_lse: Any) -> Any:
+    """The gradient of the sinks: minus the sum over queries of the sink's weight times delta, without queries that see nothing."""
+    nothing = lse == -float("inf")
+    # A query that sees the sink alone has an output of 0, so that the gradient of the output takes no part, whatever it is.
+    sink_alone = (output == 0).all(-1)
+    delta = delta.masked_fill(sink_alone, 0) if d_lse is None else delta.where(~sink_alone, -d_lse)
+    share = (sinks[None, :, None] - lse).exp().masked_fill(nothing, 0)
+    return -(share * delta.masked_fill(nothing, 0)).sum((0, 2))

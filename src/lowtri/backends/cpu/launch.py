@@ -1,4 +1,4 @@
-"""A kernel's launch: its record, its threads, and memory: scratch memory, and large pages for new tensors.
+"""How a kernel reads the arrays of a call, and its launch: its record, its threads, and memory.
 
 A launch is prepared from everything about a call except its addresses. It can run many times, also from several threads at once.
 
@@ -12,20 +12,22 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
-from collections.abc import Sequence
-from operator import itemgetter
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from math import prod
+from operator import methodcaller
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lowtri.kernels.abi import Abi, aligned
+from lowtri.kernels import abi
 from lowtri.kernels.library import code
-from lowtri.kernels.spec import KernelSpec, symbol
+from lowtri.kernels.spec import BYTES, Array, KernelSpec, symbol
 from lowtri.kernels.threads import run_team
 from lowtri.masks.plan import TILE_Q, Plan
-from lowtri.ops.call import Call
+from lowtri.ops.call import ArrayInfo, Call, Inputs
 
 Fields: TypeAlias = dict[str, Any]  # of a kernel's record, named as in :mod:`lowtri.kernels.abi`
+Strides: TypeAlias = tuple[int, ...]  # in elements
 
 
 class Launch:
@@ -34,51 +36,46 @@ class Launch:
     Args:
         fields: the record's fields but for the run's and the scratch memory's, by name.
         keep: the owner of the memory that the fields point to.
+        varying: names of fields that each run writes, with all words before them, after the addresses (:meth:`words`).
     """
 
-    def __init__(self, abi: Abi, spec: KernelSpec, fields: Fields, threads: int, keep: Any = None) -> None:
+    def __init__(
+        self,
+        record: abi.Abi,
+        spec: KernelSpec,
+        fields: Fields,
+        threads: int,
+        keep: Any = None,
+        varying: Sequence[str] = (),
+    ) -> None:
         self.threads, self._keep = max(1, min(threads, fields["tasks"])), keep
-        layout, self._bytes, self._zeros = abi.layout(spec, fields, self.threads)
-        self._prepared, self._start = abi.pack(fields | layout), abi.run_format.size
-        self._format = struct.Struct(f"{len(self._prepared) // 8}q")
-        self._values = list(self._format.unpack(self._prepared))
-        self._write, self._names, self._pick = abi.run_format.pack_into, abi.addresses, itemgetter(*abi.addresses)
-        self._code = code(symbol(abi.name, spec))
+        layout, self.scratch_bytes, self._zeros = record.layout(spec, fields, self.threads)
+        prepared, start = record.pack(fields | layout), record.run_format.size
+        self._template = bytes(start) + prepared
+        self._places = [place for name in varying for place in _words(record.dtype, name, start)]
+        self._words = list(struct.unpack_from(f"{max(self._places, default=-1) + 1}q", prepared))
+        self._write = struct.Struct(f"{start // 8 + len(self._words)}q").pack_into
+        self._code = code(symbol(record.name, spec))
         self._call = self._code.call
         # A pool of records and their addresses; a record is used by one run at a time.
         self._records: list[tuple[Any, int]] = []
 
-    def changed(self, words: Sequence[int], numbers: Sequence[int], keep: Any) -> Launch:
-        """This launch with other numbers in words of the record (:func:`word`), none of which changes threads or scratch memory."""
-        other: Launch = object.__new__(Launch)
-        other.__dict__.update(self.__dict__)
-        values = self._values.copy()
-        for place, number in zip(words, numbers, strict=True):
-            values[place] = number
-        other._values, other._prepared = values, self._format.pack(*values)
-        other._keep, other._records = keep, []
-        return other
+    def words(self, numbers: Sequence[int]) -> list[int]:
+        """The words that each run writes, where the varying fields have these numbers."""
+        words = self._words.copy()
+        for place, number in zip(self._places, numbers, strict=True):
+            words[place] = number
+        return words
 
-    def run(self, **addresses: int) -> None:
-        """Run the kernel on arrays at these addresses, one for each name of the ABI; 0 for an absent array.
-
-        Raises:
-            KeyError: if an address is missing or its name is unknown.
-        """
-        values = self._pick(addresses)
-        if len(addresses) != len(values):
-            raise KeyError(f"the kernel has no arrays {sorted(set(addresses) - set(self._names))}")
-        self.run_at(*values)
-
-    def run_at(self, *addresses: int) -> None:
-        """Run the kernel with the addresses in the order of the ABI, which saves small calls some microseconds."""
+    def run_at(self, *numbers: int) -> None:
+        """Run the kernel on arrays at these addresses, in the order of the ABI, 0 for absent ones; then the varying words."""
         try:
             record, where = self._records.pop()
         except IndexError:
-            record = ctypes.create_string_buffer(bytes(self._start) + self._prepared)
+            record = ctypes.create_string_buffer(self._template)
             where = ctypes.addressof(record)
-        scratch = _take_scratch(self._bytes)
-        self._write(record, 0, 0, 0, scratch.address, *addresses)
+        scratch = _take_scratch(self.scratch_bytes)
+        self._write(record, 0, 0, 0, scratch.address, *numbers)
         offset, size = self._zeros
         if size:
             ctypes.memset(scratch.address + offset, 0, size)
@@ -91,12 +88,12 @@ class Launch:
             _scratch.append(scratch)
 
 
-def word(abi: Abi, name: str, part: str = "") -> int:
-    """Which word of the prepared fields is a field, or a part of one."""
-    fields: Any = abi.dtype.fields
-    kind, start = fields[name][:2]
-    start += kind.fields[part][1] if part else 0
-    return int(start - abi.run_format.size) // 8
+def _words(record: np.dtype[Any], name: str, start: int) -> range:
+    """The words of a field, counted from the byte ``start`` of the record."""
+    fields: Any = record.fields
+    kind, offset = fields[name][:2]
+    first = int(offset - start) // 8
+    return range(first, first + kind.itemsize // 8)
 
 
 class _Scratch:
@@ -104,7 +101,7 @@ class _Scratch:
 
     def __init__(self, size: int) -> None:
         self._memory, self.size = np.empty(size + 64, np.uint8), size
-        self.address = aligned(self._memory.ctypes.data)
+        self.address = abi.aligned(self._memory.ctypes.data)
 
 
 _POOLED_BYTES = 2**26  # larger blocks are freed after the run
@@ -117,6 +114,192 @@ def _take_scratch(size: int) -> _Scratch:
     except IndexError:
         return _Scratch(size)
     return scratch if scratch.size >= size else _Scratch(size)
+
+
+# Which kernel, and how it reads the arrays.
+
+_FEW_QUERIES = 16  # the other kernels compute groups of 16 queries whole
+# With products on tile registers a group takes less time than 16 queries one by one: half of it, estimated from the numbers of
+# instructions; not measured on a CPU with AMX yet.
+_FEW_QUERIES_TILES = 8
+
+
+class Selection(NamedTuple):
+    """The kernel of a call: its family, forward (with its gradients) or decode; and whether q, k and v are cast to float32 for it."""
+
+    family: str
+    spec: KernelSpec
+    cast: bool
+
+
+def select(call: Call) -> Selection:
+    """The kernel that runs a call: decode for few queries without gradients, if their rows can be read in whole vectors."""
+    dtype, arrays = call.dtype, [call.q, call.k, call.v]
+    forward = _spec_of("forward", dtype, arrays)
+    cast = forward is None
+    if forward is None:
+        dtype, arrays = "float32", [pack(x) for x in arrays]
+        forward = _spec_of("forward", dtype, arrays)
+        assert forward is not None, "contiguous arrays in float32 are read on every CPU"
+    if not call.needs_grad and call.q.shape[2] < (_FEW_QUERIES_TILES if forward.on_tiles else _FEW_QUERIES):
+        decode = _spec_of("decode", dtype, [pack(arrays[0]), *arrays[1:]])
+        if decode is not None:
+            return Selection("decode", decode, cast)
+    return Selection("forward", forward, cast)
+
+
+def _spec_of(family: str, dtype: str, arrays: list[ArrayInfo]) -> KernelSpec | None:
+    """The spec of the kernel that reads arrays of this dtype and layout, or None."""
+    # Imported late: the import finds out which CPU this is, and raises if LOWTRI_ISA names another.
+    from lowtri.kernels.target import spec_of
+
+    q, k, v = (Array(x.strides, x.shape[3]) for x in arrays)
+    return spec_of(family, dtype, q, k, v)
+
+
+class ArrayLayout:
+    """The arrays of a call as the kernels read them.
+
+    Half types are read directly, or cast to float32 if the CPU lacks the instructions. The decode kernel reads contiguous queries.
+
+    Attributes:
+        cast: whether q, k and v are cast to float32.
+        spec: of the kernel; the backward kernel has that of the forward.
+        dtype, compute_dtype: of the arrays that the kernels read, and of sums, log-sum-exps, biases and gradients.
+        arrays: q, k and v.
+        unchanged: whether the kernels read all arrays as they are.
+        address: the address of an array's first element.
+    """
+
+    def __init__(self, call: Call, selection: Selection) -> None:
+        family, self.spec, self.cast = selection
+        self.call, self.decodes = call, family == "decode"
+        self.compute_dtype = self.spec.compute_dtype
+        self.dtype = "float32" if self.cast else call.dtype
+        self.arrays = [pack(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
+        if self.decodes:
+            self.arrays[0] = pack(call.q)
+        bias, others = call.bias, [x for x in (call.bias, call.sinks) if x is not None]
+        self.bias_strides = () if bias is None else bias.strides if self._keeps(bias) else packed(bias.shape)
+        self.unchanged = not self.cast and all(map(self._keeps, others))
+        self.unchanged &= not self.decodes or call.q.strides == packed(call.q.shape)
+        self.address: Callable[[Any], int] = _address_of_array if call.is_numpy else methodcaller("data_ptr")
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        """The arrays in dtypes that the kernels read; ``inputs`` themselves where they are ``unchanged``, which callers ask first."""
+        q, k, v, bias, sinks = inputs
+        if self.cast:
+            q, k, v = (to_dtype(x, "float32") for x in (q, k, v))
+        elif self.decodes:
+            q = np.ascontiguousarray(q) if self.call.is_numpy else q.contiguous()
+        bias, sinks = (None if x is None else to_dtype(x, self.compute_dtype) for x in (bias, sinks))
+        return Inputs(q, k, v, bias, sinks)
+
+    def bias_address(self, bias: Any, steps: Strides) -> int:
+        """The address of the bias, or of its gradient, of the first query and the first key."""
+        start = 0
+        if self.call.distance_low is not None:
+            first = self.call.first_distance
+            assert first is not None, "supports() has rejected other positions"
+            start = first * steps[-1] * self.spec.number_bytes
+        return self.address(bias) + start
+
+    def new(self, shape: Strides, steps: Strides | None = None, dtype: str | None = None) -> Callable[[Any], Any]:
+        """A function that makes arrays of this shape, strides and dtype, of the kind of its argument; NumPy's are contiguous."""
+        kind: Any = dtype or self.compute_dtype
+        if self.call.is_numpy:
+            return lambda like: np.empty(shape, kind)
+        import torch
+
+        element, steps = getattr(torch, kind), steps or packed(shape)
+
+        def make(like: Any) -> Any:
+            return like.new_empty_strided(shape, steps, dtype=element)
+
+        def make_large(like: Any) -> Any:
+            x = make(like)
+            ask_for_large_pages(x.data_ptr(), x.nbytes)
+            return x
+
+        return make_large if prod(shape) * BYTES[kind] >= LARGE else make
+
+    def fields(self) -> Fields:
+        """The fields that every kernel reads: sizes, strides, options."""
+        call = self.call
+        batch, heads, kv_heads, nq, nk, d, dv = call.sizes
+        q, k, v = (x.strides for x in self.arrays)
+        return {
+            **{"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk, "d": d, "dv": dv},
+            **{"q_strides": strides(q), "k_strides": strides(k), "v_strides": strides(v)},
+            "bias_strides": of_bias(call, None if call.bias is None else call.bias.shape, self.bias_strides),
+            "options": {"scale": call.scale, "softcap": call.softcap or 0.0},
+        }
+
+    def launch(self, family: str, fields: Fields, plan: Plan) -> Launch:
+        """The launch of the forward kernel or of its gradients."""
+        return Launch(getattr(abi, family.upper()), self.spec, fields, tile_threads(family, self.call, plan), plan)
+
+    def _keeps(self, x: ArrayInfo) -> bool:
+        return x.dtype == self.compute_dtype
+
+
+def of_plan(plan: Plan) -> Fields:
+    """The fields of the plan."""
+    masks_b, masks_h = plan.mask_index.shape
+    arrays = ("mask_index", "row_start", "runs", "tile_bits", "bits")
+    strides = {"mask_index_b": masks_h if masks_b > 1 else 0, "mask_index_h": int(masks_h > 1)}
+    return {name: _address_of_array(getattr(plan, name)) for name in arrays} | strides | {"rows": plan.rows}
+
+
+def of_bias(call: Call, shape: Sequence[int] | None, of: Strides, axes: Sequence[str] = "bhqk") -> Fields:
+    """The strides of a bias of this call, or of its gradient: 0 along broadcast axes, and without a bias.
+
+    One over distances q - k ascends with q and descends with k.
+    """
+    if shape is None:
+        return dict.fromkeys(axes, 0)
+    fields = {axis: step if size > 1 else 0 for axis, size, step in zip(axes, shape, of, strict=True)}
+    return fields if call.distance_low is None else fields | {"q": of[-1], "k": -of[-1]}
+
+
+# Arrays, NumPy's or torch's, and their strides.
+
+
+def strides(of: Strides) -> Fields:
+    """The strides of an array (B, H, N, D)."""
+    return dict(zip("bhnd", of, strict=True))
+
+
+def packed(shape: Sequence[int]) -> Strides:
+    """The strides of a contiguous array of this shape."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def like_array(x: ArrayInfo, size: int) -> Strides:
+    """The strides of an array without gaps that has the sizes of x (B, H, N, D) but for D, and the order of x in memory."""
+    (_, heads, n, _), (_, h_step, n_step, _) = x.shape, x.strides
+    if h_step < n_step and heads > 1:  # tokens before heads
+        return heads * n * size, size, heads * size, 1
+    return heads * n * size, n * size, size, 1
+
+
+def pack(x: ArrayInfo) -> ArrayInfo:
+    """The layout of a contiguous array of the same shape."""
+    return x._replace(strides=packed(x.shape))
+
+
+def to_dtype(x: Any, dtype: str) -> Any:
+    """The array in this dtype: itself, or a contiguous copy."""
+    if isinstance(x, np.ndarray):
+        return x if x.dtype == dtype else np.ascontiguousarray(x, dtype)
+    import torch
+
+    kind = getattr(torch, dtype)
+    return x if x.dtype is kind else x.detach().to(kind, memory_format=torch.contiguous_format)
+
+
+def _address_of_array(x: Any) -> int:
+    return int(x.ctypes.data)
 
 
 # Multiplications for each thread: about as long as to wake a thread takes, tens of thousands of cycles on any CPU, so that a factor of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lowtri.backends.formula.tiles import Tile, Tiles
+from lowtri.backends.formula import Tile, Tiles
 from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.prepared import cast_for_autocast, without_autocast
@@ -21,8 +21,8 @@ from lowtri.integrations.flex.masks import check_function, mask_of
 from lowtri.integrations.flex.scores import read_score_mod, tile_function
 from lowtri.masks.formulas import full
 from lowtri.masks.mask import Mask
+from lowtri.ops.arguments import describe
 from lowtri.ops.call import CallOptions
-from lowtri.ops.describe import describe
 
 _NAME = "flex_attention"
 

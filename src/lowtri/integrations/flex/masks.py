@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lowtri.backends.flex.block_mask import block_mask_of, block_mask_of_blocks, blocks_of_plan
+from lowtri.backends.flex import block_mask_of, block_mask_of_blocks, blocks_of_plan
 from lowtri.compat.torch_private import mapped_indexing, version_of
 from lowtri.errors import CallError, MaskError
 from lowtri.integrations.function_mask import FunctionMask, Node, trace

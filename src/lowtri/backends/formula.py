@@ -1,4 +1,7 @@
-"""Attention in torch, one tile of queries after another, each with the keys that it may see.
+"""The backend ``formula``: the formula of attention in torch, one tile of queries after another, each with the keys that it may see.
+
+It supports every option, any device, and gradients to any order. Each tile is recomputed for its gradient, so memory grows with
+the tile and not with Nq x Nk. It is the plain formula of the precision contract: float16 and bf16 round inputs, weights and output.
 
 Two products over visible pairs, each the gradient of the other, keep hidden values out of every result, forward and backward:
 
@@ -18,17 +21,28 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowtri.backends.base import Prepared
+from lowtri.backends import Prepared
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call, Inputs, Result
-from lowtri.ops.distance_bias import of_pairs
-from lowtri.ops.gradient_batches import loop_over_vmapped_grads
-from lowtri.ops.guards import transformation
+from lowtri.ops.tensors import loop_over_vmapped_grads, transformation
+
+__all__ = ["Tile", "Tiles", "name", "prepare", "supports"]
+
+name = "formula"
 
 Tile: TypeAlias = tuple[int, int, int, int]  # first query, one past the last, and the same of the keys
 
 _TABLE_BYTES = 2**20  # the largest table that is kept
 _SCORES_IN_TILE = 2**23  # over all heads: 32 MB in float32
+
+
+def supports(call: Call) -> str | None:
+    """Every call is supported."""
+    return None
+
+
+def prepare(call: Call) -> Prepared:
+    return Tiles(call)
 
 
 class Tiles(Prepared):
@@ -130,7 +144,7 @@ def _attend(
     if call.softcap is not None:
         s = call.softcap * torch.tanh(s / call.softcap)
     if bias is not None:
-        s = s + (bias if call.distance_low is None else of_pairs(call, bias, *tile)).to(wide)
+        s = s + (bias if call.distance_low is None else call.bias_of_pairs(bias, *tile)).to(wide)
     if prepared.score_mod is not None:
         s = prepared.score_mod(s, tile).to(wide)
     s = s.masked_fill(~visible, -torch.inf)

@@ -1,0 +1,116 @@
+"""Which tensors kernels may read, and batched gradients.
+
+Kernels read raw memory and bypass torch's dispatcher: lazily negated views, subclasses and active dispatch modes are rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from lowtri.compat.torch_private import (
+    dispatch_key_set,
+    dispatch_keys,
+    dispatch_mode_count,
+    forward_level,
+    in_batch,
+    is_batched,
+    out_of_batch,
+    tracing_state,
+    transform_stack,
+    vmap_level,
+    why_unreadable,
+)
+
+FORWARD_MODE = "inside forward-mode differentiation"
+
+_TYPES: tuple[type, ...] = ()  # of dense CPU tensors; none where this torch does not expose dispatch keys
+_DENSE_KEYS: tuple[int, ...] = ()  # of a dense CPU tensor, made outside and inside of inference mode
+if why_unreadable is None:
+    _TYPES = (torch.Tensor, torch.nn.Parameter)
+    _DENSE_KEYS = dispatch_key_set("AutocastCPU", "AutogradCPU", "ADInplaceOrView"), dispatch_key_set("AutocastCPU")
+
+
+def dense_keys(x: Any) -> int | None:
+    """The dispatch keys of a tensor whose data lies in CPU memory as it is, else None.
+
+    The keys stand for everything that the dispatcher would do: other devices and layouts, negated views, zero tensors without
+    memory, wrappers of torch.func. A tensor with exactly the keys of an ordinary dense tensor is one.
+    """
+    if type(x) not in _TYPES:
+        return None
+    keys: int = dispatch_keys(x).raw_repr()
+    return keys if keys in _DENSE_KEYS else None
+
+
+def is_dense_cpu(x: Any) -> bool:
+    """Whether the data of a tensor lies in CPU memory as it is."""
+    return dense_keys(x) is not None
+
+
+def active_mode() -> str | None:
+    """The torch mode that must see every operation, which rules kernels out; None where there is none."""
+    if why_unreadable is not None:
+        return why_unreadable
+    if dispatch_mode_count() or tracing_state() is not None:
+        return transformation() or "inside a trace or under a dispatch mode of torch"
+    return transformation()
+
+
+def transformation() -> str | None:
+    """The function transform of torch (forward mode, vmap, ...) around the call, whose tensors have no readable memory, or None."""
+    if forward_level() >= 0:
+        return FORWARD_MODE
+    return "inside a transform of torch.func" if transform_stack() is not None else None
+
+
+def settings() -> tuple[int, bool] | None:
+    """What a prepared call depends on besides its arrays: the threads, and whether gradients are recorded; None in an active mode."""
+    return None if active_mode() is not None else (torch.get_num_threads(), torch.is_grad_enabled())
+
+
+def tensor_key(x: Any) -> tuple[Any, ...] | None:
+    """What a prepared call depends on of a tensor; None if its data does not lie in CPU memory as it is."""
+    keys = dense_keys(x)
+    return None if keys is None else (x.shape, x.dtype, x.stride(), x.requires_grad, keys)
+
+
+def loop_over_vmapped_grads(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd.Function, run for each gradient of a batch.
+
+    Under ``is_grads_batched=True`` (also ``torch.autograd.functional.jacobian(vectorize=True)``) torch passes batched tensors, each
+    of which holds many gradients, and few operations accept them.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: torch.Tensor) -> Any:
+        for x in grads:  # a loop, since small calls take microseconds
+            if x is not None and is_batched(x):
+                break
+        else:
+            return backward(ctx, *grads)
+        level = vmap_level()
+        unbatched = [x is not None and is_batched(x) and out_of_batch(x, level, 0, 0) for x in grads]  # (count, ...)
+        count = next(len(x) for x in unbatched if x is not False)
+        once = _Once(ctx)
+        each = [
+            backward(once, *(grad if x is False else x[i] for grad, x in zip(grads, unbatched, strict=True)))
+            for i in range(count)
+        ]
+        columns = zip(*each, strict=True)
+        return tuple(None if x[0] is None else in_batch(torch.stack(x), 0, level) for x in columns)
+
+    return run
+
+
+class _Once:
+    """The context of a backward that runs several times: saved tensors can be unpacked only once under checkpointing."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
