@@ -104,7 +104,7 @@ def as_text(found: Sequence[Comparison], words: str) -> str:
     by_kind: dict[str, list[float]] = {}
     for one in found:
         by_kind.setdefault(f"{one.call.work} {one.call.mask_name}", []).append(one.times)
-    table = [("", "calls", "least", "median", "most", "times faster than torch")]
+    table: list[tuple[str, ...]] = [("", "calls", "least", "median", "most", "times faster than torch")]
     for kind, times in by_kind.items():
         figures = (min(times), statistics.median(times), max(times))
         table.append((kind, str(len(times)), *(f"{x:.2f}" for x in figures), ""))

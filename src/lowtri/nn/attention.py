@@ -97,7 +97,7 @@ class MaskedSelfAttention(nn.Module):
                 f"or (B, N, {self.W_q.in_features})."
             )
         q, k, v = (project(x).unsqueeze(-3) for project in (self.W_q, self.W_k, self.W_v))  # (..., 1, N, D): one head
-        result = attention(q, k, v, self.mask if mask is None else mask, return_weights=return_weights)
+        result: Any = attention(q, k, v, self.mask if mask is None else mask, return_weights=return_weights)
         return (result[0].squeeze(-3), result[1].squeeze(-3)) if return_weights else result.squeeze(-3)
 
     def extra_repr(self) -> str:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lowtri.errors import DataError
 from lowtri.extras import is_installed
@@ -62,7 +63,11 @@ def chat_text(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
             "Fix: pip install 'lowtri[transformers]'"
         )
     template, tokens = template_and_tokens
-    request = {"template": template, "messages": [dict(message) for message in messages], "tokens": tokens}
+    request: dict[str, Any] = {
+        "template": template,
+        "messages": [dict(message) for message in messages],
+        "tokens": tokens,
+    }
     request |= {"path": sys.path, "seconds": SECONDS, "memory": MEMORY}
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # each thread would take memory from the template
     command = [sys.executable, "-I", chat_render.__file__]

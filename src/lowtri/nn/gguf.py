@@ -320,8 +320,8 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], path: Path
                 merges.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
     pairs = [(left, right) for *_, left, right in sorted(merges)]
     unknown = fields.get("unknown_token_id")
-    token = None if unknown is None else tokens[unknown]
-    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=token, fuse_unk=True, byte_fallback=True))
+    unknown_token = None if unknown is None else tokens[unknown]
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
     prefixed = fields.get("add_space_prefix", True)
     tokenizer.normalizer = normalizers.Sequence(
         ([normalizers.Prepend("▁")] if prefixed else []) + [normalizers.Replace(" ", "▁")]
