@@ -100,7 +100,7 @@ class KVCache(CachePicture):
 
     @property
     def contiguous(self) -> bool:
-        """Whether slot i holds position i, for all rows of the batch: attention's default positions."""
+        """Whether the last append returned keys at 0 .. S-1 in order, the new ones last: attention's default positions."""
         return self._slots.contiguous
 
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
@@ -143,7 +143,7 @@ class KVCache(CachePicture):
             if late is not None:
                 raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
             slots.allocate(n, batch_of(k), positions)
-            used = slots.positions[:, : slots.top]
+            used = slots.positions[:, : slots.span]
             self._positions = used[0] if len(used) == 1 else used
             self._positions.flags.writeable = False  # a view of the allocator's own array
         elif n != slots.newest.shape[1] or not (positions is None or slots.is_newest(positions)):
@@ -157,7 +157,7 @@ class KVCache(CachePicture):
             buffers.move(slots.moved, slots.capacity)
         buffers.appends = slots.appends
         buffers.write(slots.top - n, k, v)
-        return (*buffers.front(slots.top), self._positions)
+        return (*buffers.front(slots.span), self._positions)
 
     def attend(
         self,
@@ -244,7 +244,7 @@ class KVCache(CachePicture):
         ...     _ = cache.append(np.full((1, 1), t), np.full((1, 1), t))
         >>> cache.shift(2)
         >>> keys, _, positions = cache.append(np.full((1, 1), 10), np.full((1, 1), 10))
-        >>> [(int(position), int(keys[slot, 0])) for slot, position in enumerate(positions)]
+        >>> [(int(position), int(keys[slot, 0])) for slot, position in enumerate(positions) if position >= 0]
         [(0, 0), (1, 1), (2, 7), (3, 8), (4, 9), (5, 10)]
 
         Args:

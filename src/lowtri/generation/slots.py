@@ -48,6 +48,10 @@ class SlotAllocator:
         self.appends = 0
         self.evicted = 0
         self.newest: NDArray[np.int64] = self.positions[:, :0]  # (R, N) positions of the last append, in the last slots
+        self.contiguous = False  # whether slot i then held position i in all rows: attention's default positions
+        self.span = (
+            0  # how many slots its queries read: where keys are evicted all of them, so that their number is constant
+        )
         self.moved: Slots | None = None  # the old slots in their new order, if the last append moved the tokens
         self.lookahead = lookahead  # None if queries may come before keys that the mask shows them
         self._complete_from = np.zeros(1, np.int64)  # (R,) queries from here on can see none of the evicted keys
@@ -64,11 +68,6 @@ class SlotAllocator:
     def used(self) -> NDArray[np.int64]:
         """Slots that hold a token of any row, ascending."""
         return np.flatnonzero((self.positions[:, : self.top] >= 0).any(0))
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether slot i holds position i in all rows: attention's default positions."""
-        return not self._gaps and len(self.next) == 1 and self.next.item() == self.top
 
     def upcoming(self, n: int) -> NDArray[np.int64]:
         """Default positions of the next ``n`` tokens, (R, n)."""
@@ -103,6 +102,8 @@ class SlotAllocator:
         if n:
             self._gaps = self._gaps or not follows
             self.next = new[:, -1] + 1 if follows else np.maximum(self.next, new.max(1) + 1)
+        self.contiguous = not self._gaps and len(self.next) == 1 and self.next.item() == self.top
+        self.span = self.capacity if self.evicted and not self.contiguous else self.top
         self._since_sweep += n
         self.appends += 1
 

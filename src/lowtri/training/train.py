@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -215,7 +215,7 @@ class Run:
 
         self.wait()
         self._folder = folder
-        self.processes.on_main(lambda: [shutil.rmtree(part) for part in folder.glob(".step-*.part")])  # left by a kill
+        self.processes.on_main(lambda: _remove(folder.glob(".step-*.part")))  # left by a kill
         weights, moments = get_state_dict(self.model, self.optimizer)
         state = _copied({"model": weights, "optimizer": moments})
         content = {"done": self.done, "history": asdict(self.history)}
@@ -236,9 +236,7 @@ class Run:
             if self.processes.is_main:
                 write_text(part / "run.json", json.dumps(content))
                 replace(part, target)
-                for old in folder.glob("step-*"):
-                    if old != target:
-                        shutil.rmtree(old)
+                _remove(old for old in folder.glob("step-*") if old != target)
         except BaseException:
             if self.processes.is_main:
                 shutil.rmtree(part, ignore_errors=True)
@@ -364,6 +362,11 @@ def _optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)
 
 
 def _copied(state: Any) -> Any:
