@@ -52,9 +52,12 @@ def compare(*args, **kwargs):
         out = attend(*leaves[:3], **chosen)
         weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape).to(out.dtype)
         answers.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
+    pairs = answers[0][0][..., 0].numel() * args[1].shape[-2]
     for name, t, o in zip(("output", "query", "key", "value", "attn_mask"), *answers, strict=False):
         assert t.shape == o.shape and t.dtype == o.dtype, name
-        assert near(o, t, str(t.dtype).removeprefix("torch."), times=32), (name, kwargs)
+        # A number of a mask that is broadcast is added to many scores, so its gradient is a sum of as many terms.
+        terms = max(32, pairs // max(t.numel(), 1)) if name == "attn_mask" else 32
+        assert near(o, t, str(t.dtype).removeprefix("torch."), times=terms), (name, kwargs)
 
 
 @pytest.mark.parametrize(("nq", "nk"), LENGTHS)

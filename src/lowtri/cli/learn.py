@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lowtri.cli.options import Json, Seed, Threads, load_model, note, option, output_file, print_result, use_threads
+from lowtri.cli.options import (
+    Json,
+    Seed,
+    Threads,
+    load_model,
+    many,
+    note,
+    option,
+    output_file,
+    print_result,
+    use_threads,
+)
 
 if TYPE_CHECKING:
     from lowtri.explaining.explanation import Explanation
@@ -95,6 +106,9 @@ def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int 
     from lowtri.explaining.steps import explain as steps_of
     from lowtri.nn.files import encode
 
+    layers = _layers_of(name) if layer else None
+    if layers is not None and layer >= layers:  # before the weights are read
+        _reject(f"--layer is {layer}, but {name} has {many(layers, 'layer')}", f"0 to {layers - 1}")
     model, tokenizer, _ = load_model(name, mask=mask)
     ids = encode(tokenizer, sentence)
     if not ids:
@@ -102,6 +116,16 @@ def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int 
     tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
     explanation = steps_of(model, ids, tokens=tokens, mask=mask, layer=layer, head=head)
     return replace(explanation, note=f"Tokens by the model's tokenizer. {explanation.note}")
+
+
+def _layers_of(name: str) -> int | None:
+    """How many layers the model's config.json declares; None if it does not say."""
+    from lowtri.nn.files import read_json
+    from lowtri.nn.names import folder_of
+
+    config = read_json(folder_of(name, note), "config.json") or {}
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    return layers if isinstance(layers, int) else None
 
 
 def _read(path: Path, most: int = 2) -> Any:
