@@ -19,22 +19,8 @@ from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.tile import POSITION_MAX, Interval, Positions, Truth, within
 
 
-class ArrayMask(Mask):
-    """A mask whose fields are arrays: their leading dimensions are its batch."""
-
-    _rank = 1  # dimensions of the array of one batch row and head
-
-    def __post_init__(self) -> None:
-        array = getattr(self, self.__match_args__[0]).array  # type: ignore[attr-defined]
-        object.__setattr__(self, "_batch", array.shape[: -self._rank])
-
-    def _at(self, b: int, h: int) -> Mask:
-        index, arrays = (b, h)[: len(self.batch)], [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
-        return type(self)(*[None if array is None else FrozenArray(array.array[index]) for array in arrays])
-
-
 @dataclass(frozen=True, repr=False)
-class Keys(ArrayMask):
+class Keys(Mask):
     """Only keys whose flag is set; a key past the array is real."""
 
     valid: FrozenArray
@@ -69,7 +55,7 @@ class KeyLengths(Mask):
     depends_on_query = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_batch", (len(self.lengths),))
+        object.__setattr__(self, "batch", (len(self.lengths),))
 
     def _at(self, b: int, h: int) -> Mask:
         return First(self.lengths[b])
@@ -115,7 +101,7 @@ def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
 
 
 @dataclass(frozen=True, repr=False)
-class Table(ArrayMask):
+class Table(Mask):
     """All pairs written out. Its rows are the queries at the last Nq of its Nk keys, as in a call."""
 
     table: FrozenArray

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowtri.errors import MaskError
-from lowtri.masks.mask import Mask, combine, constructor
+from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import Interval, Positions, Truth, shown
 
@@ -130,7 +130,7 @@ class Heads(Mask):
 
     def __post_init__(self) -> None:
         rows = max([1, *[mask.batch[0] for mask in self.masks if mask.batch]])
-        combine(self, self.masks, (rows, len(self.masks)), operators=0)
+        self._combine(self.masks, (rows, len(self.masks)), operators=0)
 
     def _at(self, b: int, h: int) -> Mask:
         return self.masks[h].at(b)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.array_masks import ArrayMask
 from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array
 from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.tile import POSITION_MAX, Interval, Positions, ascending, check_count, shown, within
@@ -101,7 +100,7 @@ class PackedDocuments(Labelled):
 
 
 @dataclass(frozen=True, repr=False)
-class Documents(ArrayMask, Labelled):
+class Documents(Labelled):
     """Labels for queries and keys; a query sees the keys of its own label. Positions past the array have its last label."""
 
     ids: FrozenArray

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,15 +42,10 @@ _PAIRS_AT_ONCE = 2**22  # of a table: about 32 MB of intermediate numbers
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 
 
-class Constructor(NamedTuple):
-    """A public function that makes masks."""
-
-    make: Callable[..., Mask]
-    in_text: bool  # whether texts of users may call it
-
-
-CONSTRUCTORS: dict[str, Constructor] = {}
-"""The functions that the text of a mask may call, by name."""
+CONSTRUCTORS: dict[str, Callable[..., Mask]] = {}
+"""The public functions that make masks, by name: texts of masks call them."""
+NOT_IN_TEXT: set[str] = set()
+"""Those whose arguments a user cannot write in a text: arrays, functions."""
 
 
 def constructor(in_text: bool = True) -> Callable[[_Make], _Make]:
@@ -61,7 +56,8 @@ def constructor(in_text: bool = True) -> Callable[[_Make], _Make]:
     """
 
     def register(make: _Make) -> _Make:
-        CONSTRUCTORS[make.__name__] = Constructor(make, in_text)
+        CONSTRUCTORS[make.__name__] = make
+        NOT_IN_TEXT.update([] if in_text else [make.__name__])
         return make
 
     return register
@@ -69,7 +65,7 @@ def constructor(in_text: bool = True) -> Callable[[_Make], _Make]:
 
 def called(name: str) -> str:
     """The call of a constructor: `causal()`, `window(...)`."""
-    return f"{name}({'...' if CONSTRUCTORS[name].make.__code__.co_argcount else ''})"
+    return f"{name}({'...' if CONSTRUCTORS[name].__code__.co_argcount else ''})"
 
 
 class Mask:
@@ -93,21 +89,52 @@ class Mask:
     """
 
     operands: tuple[Mask, ...] = ()  # the masks that this one combines
-    _batch: tuple[int, ...] = ()
+    _rank = 1  # dimensions of a mask's arrays for one batch row and head
     _depth = 0  # the operators around the deepest mask inside
     _size = 1  # the masks inside
     _strength = 3  # how strongly its text binds: | 1, & 2, all others 3
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        """``()``, ``(B,)`` or ``(B, H)``: for which batch rows and heads the mask differs."""
-        return self._batch
+    batch: tuple[int, ...] = ()
+    """``()``, ``(B,)`` or ``(B, H)``: for which batch rows and heads the mask differs."""
 
     depends_on_query: bool = True
     """Whether the answer depends on the query's position (not for ``full``, ``first`` and ``keys``)."""
 
     row_lengths: tuple[int, ...] = ()
     """How many tokens a row has by each ``documents(lengths=...)`` of the mask that has an end; calls compare them with their keys."""
+
+    def _fields(self) -> list[Any]:
+        return [getattr(self, name) for name in self.__match_args__]  # type: ignore[attr-defined]
+
+    def __post_init__(self) -> None:
+        """Store what follows from the fields of the dataclass: masks are joined, arrays have the batch in front."""
+        fields = self._fields()
+        operands = [x for x in fields if isinstance(x, Mask)]
+        if operands:
+            self._combine(operands, _common_batch(operands[0], operands[-1]))
+        elif fields and isinstance(fields[0], FrozenArray):
+            object.__setattr__(self, "batch", fields[0].array.shape[: -self._rank])
+
+    def _combine(self, parts: Sequence[Mask], batch: tuple[int, ...], operators: int = 1) -> None:
+        """Store what follows from the parts of a mask; reject one whose operators are too deep to recurse through.
+
+        Args:
+            operators: 1 for an operator; 0 for a list of masks, of which one answers for each head.
+        """
+        # Lists: torch.compile does not follow max() of a generator.
+        depth, sizes = operators + max([part._depth for part in parts]), [part._size for part in parts]
+        size = sum(sizes) if operators else max(sizes)
+        if depth > MAX_DEPTH or size > _MAX_SIZE:
+            raise MaskError(
+                f"mask: {size} masks under {depth} operators, one inside the other; at most {_MAX_SIZE} masks and "
+                f"{MAX_DEPTH} operators can be joined.\nFix: one documents(ids), table(bools) or where(fn) instead."
+            )
+        object.__setattr__(self, "operands", tuple(parts))
+        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "_depth", depth)
+        object.__setattr__(self, "_size", size)
+        object.__setattr__(self, "depends_on_query", any([part.depends_on_query for part in parts]))
+        object.__setattr__(self, "row_lengths", tuple([n for part in parts for n in part.row_lengths]))
 
     # What a subclass implements, for non-negative positions.
 
@@ -123,8 +150,10 @@ class Mask:
         return None
 
     def _at(self, b: int, h: int) -> Mask:
-        """The mask of a batch row and head, for a mask with a batch."""
-        raise TypeError(f"{type(self).__name__} has no batch")
+        """The mask of a batch row and head, for a mask with a batch: that of its fields there."""
+        index = (b, h)[: len(self.batch)]
+        parts = [x.at(b, h) if isinstance(x, Mask) else x for x in self._fields()]
+        return type(self)(*[FrozenArray(x.array[index]) if isinstance(x, FrozenArray) else x for x in parts])
 
     # Answers for any positions.
 
@@ -318,7 +347,7 @@ class Mask:
     def _extent(self) -> int:
         """How many positions show this mask: its greatest number and half as many again, all of its arrays and lists; of joined
         masks the most."""
-        return max([0, *[_field_extent(getattr(self, field)) for field in self.__match_args__]])  # type: ignore[attr-defined]
+        return max([0, *[_field_extent(x) for x in self._fields()]])
 
     # Text.
 
@@ -334,8 +363,7 @@ class Mask:
         name = type(self).__name__.lower()
         if name not in CONSTRUCTORS:
             return None
-        fields = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
-        texts = [field_text(value, arrays) for value in fields if value is not None]
+        texts = [field_text(value, arrays) for value in self._fields() if value is not None]
         if None in texts:
             return None
         return f"{name}({', '.join([text for text in texts if text])})" if texts else name
@@ -401,28 +429,6 @@ def field_text(value: Any, arrays: list[Any] | None) -> str | None:
     return repr(value) if isinstance(value, bool) else f"{operator.index(value)}"
 
 
-def combine(combined: Mask, parts: Sequence[Mask], batch: tuple[int, ...], operators: int = 1) -> None:
-    """Store what follows from the parts of a mask; reject one whose operators are too deep to recurse through.
-
-    Args:
-        operators: 1 for an operator; 0 for a list of masks, of which one answers for each head.
-    """
-    # Lists: torch.compile does not follow max() of a generator.
-    depth, sizes = operators + max([part._depth for part in parts]), [part._size for part in parts]
-    size = sum(sizes) if operators else max(sizes)
-    if depth > MAX_DEPTH or size > _MAX_SIZE:
-        raise MaskError(
-            f"mask: {size} masks under {depth} operators, one inside the other; at most {_MAX_SIZE} masks and "
-            f"{MAX_DEPTH} operators can be joined.\nFix: one documents(ids), table(bools) or where(fn) instead."
-        )
-    object.__setattr__(combined, "operands", tuple(parts))
-    object.__setattr__(combined, "_batch", batch)
-    object.__setattr__(combined, "_depth", depth)
-    object.__setattr__(combined, "_size", size)
-    object.__setattr__(combined, "depends_on_query", any([part.depends_on_query for part in parts]))
-    object.__setattr__(combined, "row_lengths", tuple([n for part in parts for n in part.row_lengths]))
-
-
 @dataclass(frozen=True, repr=False)
 class Join(Mask):
     """Two masks joined; a mask without heads answers for all heads, one without batch for all rows."""
@@ -430,12 +436,6 @@ class Join(Mask):
     left: Mask
     right: Mask
     _sign = ""
-
-    def __post_init__(self) -> None:
-        combine(self, (self.left, self.right), _common_batch(self.left, self.right))
-
-    def _at(self, b: int, h: int) -> Mask:
-        return type(self)(self.left.at(b, h), self.right.at(b, h))
 
     def _text(self, arrays: list[Any] | None = None) -> str | None:
         left = _operand_text(self.left, self._strength, arrays)
@@ -467,15 +467,9 @@ class Not(Mask):
 
     inner: Mask
 
-    def __post_init__(self) -> None:
-        combine(self, (self.inner,), self.inner.batch)
-
     def _sees(self, q: Positions, k: Positions) -> Any:
         visible = self.inner._sees(q, k)
         return not visible if isinstance(visible, bool) else ~visible
-
-    def _at(self, b: int, h: int) -> Mask:
-        return Not(self.inner.at(b, h))
 
     def _text(self, arrays: list[Any] | None = None) -> str | None:
         inner = _operand_text(self.inner, self._strength, arrays)
@@ -491,15 +485,14 @@ def _operand_text(mask: Mask, strength: int, arrays: list[Any] | None) -> str | 
 def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
     """The batch of two masks together: sizes equal or 1, a mask without heads answers for all heads."""
     a, b = left.batch, right.batch
-    if not a or not b:
-        return a or b
-    rank = max(len(a), len(b))
-    sizes = []
-    for m, n in zip(a + (1,) * (rank - len(a)), b + (1,) * (rank - len(b)), strict=True):
-        if m != n and 1 not in (m, n):
-            raise MaskError(f"{shown(left)} with {shown(right)}: their batches {a} and {b} do not fit together.")
-        sizes.append(max(m, n))
-    return tuple(sizes)
+    if a and b:
+        a, b = a + (1,) * (len(b) - len(a)), b + (1,) * (len(a) - len(b))
+        if any([m != n and 1 not in (m, n) for m, n in zip(a, b, strict=True)]):
+            raise MaskError(
+                f"{shown(left)} with {shown(right)}: their batches {left.batch} and {right.batch} do not fit together."
+            )
+        return tuple([max(m, n) for m, n in zip(a, b, strict=True)])
+    return a or b
 
 
 def _operand(other: object, sign: str) -> Mask:

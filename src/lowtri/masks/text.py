@@ -26,7 +26,7 @@ import numpy as np
 from lowtri.compat import constant_while_traced
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray, in_numpy
-from lowtri.masks.mask import CONSTRUCTORS, MAX_DEPTH, Mask, called
+from lowtri.masks.mask import CONSTRUCTORS, MAX_DEPTH, NOT_IN_TEXT, Mask, called
 from lowtri.masks.tile import shown
 
 MAX_LENGTH = 65_536  # characters: enough for the lengths of ten thousand documents
@@ -121,9 +121,8 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
     if function in CONSTRUCTORS:
         raise MaskError(f"{name}: {function} is a function; the parentheses were forgotten.\nFix: {called(function)}.")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        raise MaskError(
-            f"{name}: got {value}; expected a mask or its text. Fix: for a window of {value} keys 'window({value})'."
-        )
+        n = shown(value)
+        raise MaskError(f"{name}: got {n}; expected a mask or its text. Fix: for a window of {n} keys 'window({n})'.")
     given = f"{name}: got a bare {type(value).__name__}"
     if type(value).__name__ == "CausalBias":  # before torch 2.8 it raises where its dtype is read
         raise MaskError(f'{given}. Fix: the mask "causal".')
@@ -416,14 +415,13 @@ def _number(token: str) -> int:
 
 def _maker(name: str, arrays: bool) -> Callable[..., Mask]:
     """The public function of this name; the ones that take arrays only where the text has placeholders."""
-    constructor = CONSTRUCTORS.get(name)
-    if constructor is None:
+    if name not in CONSTRUCTORS:
         matches = difflib.get_close_matches(name, CONSTRUCTORS, 1) if len(name) <= _MAX_TOKEN else []
         suggestion = f" Did you mean {matches[0]}?" if matches else ""
-        names = ", ".join(name for name, known in CONSTRUCTORS.items() if known.in_text)
+        names = ", ".join(name for name in CONSTRUCTORS if name not in NOT_IN_TEXT)
         raise MaskError(f"mask: there is no mask {shown(name)}.{suggestion} There are: {names}.")
-    if not (constructor.in_text or arrays):
+    if name in NOT_IN_TEXT and not arrays:
         raise MaskError(
             f"mask: {name} holds an array or a function, which a text cannot hold. Fix: lowtri.{name}(...) in Python."
         )
-    return constructor.make
+    return CONSTRUCTORS[name]

@@ -193,17 +193,13 @@ class Blocks(Mask):
     visible: Any  # the table of the numbers of the blocks
     sizes: tuple[int, int]
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return self.visible.batch
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch", self.visible.batch)
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         rows, columns = self.visible.table.array.shape
         row, column = within(q // self.sizes[0], rows), within(k // self.sizes[1], columns)
         return self.visible._sees(row + max(columns - rows, 0), column)
-
-    def _at(self, b: int, h: int) -> Mask:
-        return Blocks(self.visible.at(b, h), self.sizes)
 
     def __repr__(self) -> str:
         return f"blocks({self.visible!r}, {self.sizes})"

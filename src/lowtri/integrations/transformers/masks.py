@@ -261,10 +261,9 @@ class RemappedMask(Mask):
     inner: Mask
     positions: FrozenArray
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        rows = self.positions.array.shape[:-1]
-        return max(rows, self.inner.batch[:1]) + self.inner.batch[1:]  # one row broadcasts
+    def __post_init__(self) -> None:
+        rows = max(self.positions.array.shape[:-1], self.inner.batch[:1])  # one row broadcasts
+        object.__setattr__(self, "batch", rows + self.inner.batch[1:])
 
     @cached_property
     def _range_min_max(self) -> RangeMinMax:
@@ -289,9 +288,8 @@ class ShiftedMask(Mask):
     inner: Mask
     by: tuple[int, ...]
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return (len(self.by),) if len(self.by) > 1 else ()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch", (len(self.by),) if len(self.by) > 1 else ())
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.inner._sees(q + self.by[0], k + self.by[0])
