@@ -24,10 +24,7 @@ Slots: TypeAlias = "slice | NDArray[np.int64]"
 
 _INT64 = np.dtype(np.int64)
 _AHEAD = 64  # number of future queries for which `shift` compares the mask before and after
-_ENDS, _MOST_ENDS = (
-    256,
-    2**16,
-)  # number of ends in one vectorised tile call, for rows of about equal lengths and for others
+_ENDS, _MOST_ENDS = 256, 2**16  # ends in one vectorised tile call, for rows of about equal lengths and for others
 _LAST = 128  # queries of an append that are checked for a certain later key; the check of new keys covers the others
 _FEW, _PAIRS = 4096, 2**20  # pairs read without a tile call first, and at most at a time
 _EDGES = np.concatenate([np.arange(64), 2 ** np.arange(6, 62)])  # (S + 1,) single keys, then doubling ranges
@@ -49,9 +46,7 @@ class SlotAllocator:
         self.evicted = 0
         self.newest: NDArray[np.int64] = self.positions[:, :0]  # (R, N) positions of the last append, in the last slots
         self.contiguous = False  # whether slot i then held position i in all rows: attention's default positions
-        self.span = (
-            0  # how many slots its queries read: where keys are evicted all of them, so that their number is constant
-        )
+        self.span = 0  # how many slots its queries read: all where keys are evicted, so that the number is constant
         self.moved: Slots | None = None  # the old slots in their new order, if the last append moved the tokens
         self.lookahead = lookahead  # None if queries may come before keys that the mask shows them
         self._complete_from = np.zeros(1, np.int64)  # (R,) queries from here on can see none of the evicted keys
@@ -136,7 +131,7 @@ class SlotAllocator:
         first = np.maximum(self.next - self.rewind, 0)
         used = self.used
         before = self.positions[:, used]  # (R, S)
-        evicted = self._invisible_by_row(before, first) & (before >= 0)
+        evicted = self._invisible(before, first) & (before >= 0)
         before = np.where(evicted, -1, before)
         oldest = np.where(before >= keep, before, POSITION_MAX).min(1, initial=POSITION_MAX)
         back = np.where(oldest < POSITION_MAX, oldest, self.next) - keep  # (R,)
@@ -173,7 +168,7 @@ class SlotAllocator:
     def _sweep(self, first: NDArray[np.int64], n: int) -> None:
         """Evict what no query from ``first`` (R,) on can see; then make room for ``n`` tokens and the next interval."""
         used = self.used
-        live = used[~self._invisible(self.positions[:, used], first)]
+        live = used[~self._invisible(self.positions[:, used], first).all(0)]
         evicted = len(used) - len(live)
         if evicted:
             self.evicted += evicted
@@ -200,17 +195,12 @@ class SlotAllocator:
         self.moved = slice(int(live[0]), int(live[-1]) + 1) if consecutive else live
 
     def _invisible(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the keys ``k`` (R, S) no query from ``first`` (R,) on can see in any row and head, (S,)."""
+        """Which of the keys ``k`` (R, S) no query of their own row from ``first`` (R,) on can see, (R, S)."""
         tokens = k[k >= 0]
         if not len(tokens):
-            return np.ones(k.shape[1], bool)
-        whole = self.mask.tile(int(first.min()), POSITION_MAX, int(tokens.min()), int(tokens.max()) + 1)
-        if np.all(np.asarray(whole) == FULL):
-            return np.zeros(k.shape[1], bool)
-        return np.asarray(self._invisible_by_row(k, first).all(0))
-
-    def _invisible_by_row(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the keys ``k`` (R, S) no query of their own row can see any more, (R, S)."""
+            return np.ones(k.shape, bool)
+        if np.all(self.mask.tile(int(first.min()), POSITION_MAX, int(tokens.min()), int(tokens.max()) + 1) == FULL):
+            return np.zeros(k.shape, bool)  # without an answer for each key
         return np.asarray(seen(self.mask, first[:, None], POSITION_MAX, k, k + 1) == EMPTY)
 
     def _round(self, slots: int) -> int:

@@ -121,7 +121,7 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
     if function in CONSTRUCTORS:
         raise MaskError(f"{name}: {function} is a function; the parentheses were forgotten.\nFix: {called(function)}.")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        n = shown(value)
+        n = shown(int(value)) if isinstance(value, int) else value  # Python does not print the largest ones
         raise MaskError(f"{name}: got {n}; expected a mask or its text. Fix: for a window of {n} keys 'window({n})'.")
     given = f"{name}: got a bare {type(value).__name__}"
     if type(value).__name__ == "CausalBias":  # before torch 2.8 it raises where its dtype is read
