@@ -224,7 +224,7 @@ def blocks_of_plan(plan: Plan, block: int) -> tuple[Bools, Bools]:
     first, last, kind, _ = plan.runs.T
 
     def tiles_in_block(runs: Any) -> NDArray[np.int32]:
-        edges = np.zeros((len(plan.mask_pairs) * rows, columns + 1), np.int32)
+        edges = np.zeros((plan.masks * rows, columns + 1), np.int32)
         np.add.at(edges, (row[runs], first[runs]), 1)
         np.add.at(edges, (row[runs], last[runs]), -1)
         return np.cumsum(edges[:, :-1], axis=1, dtype=np.int32).reshape(-1, rows, columns)
@@ -299,4 +299,4 @@ def _patterns(plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         tiles[row, start:stop] = full
     row, column, pattern = tile_patterns(plan)
     tiles[row, column] = pattern
-    return tiles.reshape(len(plan.mask_pairs), plan.rows, -1), words
+    return tiles.reshape(plan.masks, plan.rows, -1), words

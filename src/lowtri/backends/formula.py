@@ -99,7 +99,7 @@ class Tiles(Prepared):
 def _key_range(plan: Plan, start: int, stop: int) -> tuple[int, int]:
     """Indices of the first key and one past the last that any query in ``start .. stop`` may see, to the tile."""
     first, last = plan.nk, 0
-    for mask in range(len(plan.mask_pairs)):
+    for mask in range(plan.masks):
         top, bottom = mask * plan.rows + start // TILE_Q, mask * plan.rows + -(-stop // TILE_Q)
         runs = plan.runs[plan.row_start[top] : plan.row_start[bottom]]
         if len(runs):

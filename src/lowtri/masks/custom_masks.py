@@ -155,9 +155,7 @@ def heads(masks: Sequence[Mask | str]) -> Mask:
         entries = iter(() if isinstance(masks, str | Mask) or hasattr(masks, "dtype") else masks)
     except TypeError:
         entries = iter(())
-    parts = tuple(
-        [as_mask(entry) for entry in entries]
-    )  # raises at the first that is not a mask, however long the list
+    parts = tuple([as_mask(entry) for entry in entries])  # raises at the first that is not a mask
     if not parts:
         raise MaskError(f"heads: masks is {shown(masks)}, but it takes a list: one mask for each query head.")
     if any(len(part.batch) > 1 for part in parts):

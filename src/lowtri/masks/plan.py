@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ class Plan:
             ``tile_bits``.
         tile_bits: (P,) int32, for each partial tile the index of its pattern.
         bits: (U, tile_k) uint64, a word for each key of a pattern; bit i is query i.
-        mask_pairs: visible pairs of each mask.
+        masks: how many distinct masks there are.
     """
 
     nq: int
@@ -64,12 +65,17 @@ class Plan:
     runs: NDArray[np.int32]
     tile_bits: NDArray[np.int32]
     bits: NDArray[np.uint64]
-    mask_pairs: tuple[int, ...]
+    masks: int
 
     @property
     def rows(self) -> int:
         """Rows of query tiles of a mask."""
         return -(-self.nq // TILE_Q)
+
+    @cached_property
+    def mask_pairs(self) -> tuple[int, ...]:
+        """Visible pairs of each mask."""
+        return tuple(self.row_pairs().sum(axis=1).tolist())
 
     @property
     def pairs(self) -> int:
@@ -95,7 +101,7 @@ class Plan:
         keys = np.minimum(last * self.tile_k, self.nk) - first * self.tile_k
         pairs = np.zeros(len(self.row_start) - 1, np.int64)
         np.add.at(pairs, row, np.where(kind == FULL, queries * keys, partial))
-        return pairs.reshape(len(self.mask_pairs), self.rows)
+        return pairs.reshape(self.masks, self.rows)
 
     def dense(self, mask: int = 0) -> NDArray[np.bool_]:
         """The dense table of the plan, (nq, nk); slow, for tests."""
@@ -133,7 +139,7 @@ def plan(mask: Mask, q_positions: Ints, k_positions: Ints, *, tile_k: int = 128)
     shape = (max(len(q), len(k), *(mask.batch[:1] or (1,))), (*mask.batch, 1, 1)[1])
     patterns = Patterns(tile_k)
     known: dict[tuple[Mask, bytes, bytes], int] = {}
-    plans: list[_MaskPlan] = []
+    plans: list[tuple[Ints, NDArray[np.int32], Ints]] = []
     mask_index = np.zeros(shape, np.int32)
     for b, h in np.ndindex(shape):
         unbatched, qb, kb = mask.at(b, h), q[b % len(q)], k[b % len(k)]
@@ -142,20 +148,21 @@ def plan(mask: Mask, q_positions: Ints, k_positions: Ints, *, tile_k: int = 128)
             known[key] = len(plans)
             plans.append(_plan_mask(unbatched, qb, kb, patterns))
         mask_index[b, h] = known[key]
-    offsets = np.cumsum([0] + [len(part.tile_bits) for part in plans[:-1]])
-    for offset, part in zip(offsets, plans, strict=True):
-        part.runs[part.runs[:, 2] == PARTIAL, 3] += offset
-    counts = np.concatenate([part.row_counts for part in plans])
+    counts, runs, tile_bits = (list(parts) for parts in zip(*plans, strict=True))
+    offset = 0
+    for of_mask, tiles in zip(runs, tile_bits, strict=True):
+        of_mask[of_mask[:, 2] == PARTIAL, 3] += offset
+        offset += len(tiles)
     return Plan(
         nq=q.shape[1],
         nk=k.shape[1],
         tile_k=tile_k,
         mask_index=mask_index,
-        row_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        runs=np.concatenate([part.runs for part in plans]),
-        tile_bits=np.concatenate([part.tile_bits for part in plans]).astype(np.int32),
+        row_start=np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64),
+        runs=np.concatenate(runs),
+        tile_bits=np.concatenate(tile_bits).astype(np.int32),
         bits=patterns.bits(),
-        mask_pairs=tuple(part.pairs for part in plans),
+        masks=len(plans),
     )
 
 
@@ -183,17 +190,8 @@ def is_causal(mask: Mask, n: int) -> bool:
     return not np.any(pairs(mask - causal(), n))
 
 
-class _MaskPlan(NamedTuple):
-    """The part of a plan that belongs to one mask."""
-
-    row_counts: Ints  # (rows,) runs in each row
-    runs: NDArray[np.int32]  # (R, 4)
-    tile_bits: Ints  # (P,)
-    pairs: int
-
-
-def _plan_mask(mask: Mask, q: Ints, k: Ints, patterns: Patterns) -> _MaskPlan:
-    """The rows of one unbatched mask for unbatched positions."""
+def _plan_mask(mask: Mask, q: Ints, k: Ints, patterns: Patterns) -> tuple[Ints, NDArray[np.int32], Ints]:
+    """Of one unbatched mask and unbatched positions: how many runs each row has (rows,), the runs (R, 4), and tile_bits (P,)."""
     rows, columns = -(-len(q) // TILE_Q), -(-len(k) // patterns.tile_k)
     full, partial = _descend(mask, q, k, patterns.tile_k)
     # Full rectangles, a run for each of their rows: (row, first, last).
@@ -213,15 +211,17 @@ def _plan_mask(mask: Mask, q: Ints, k: Ints, patterns: Patterns) -> _MaskPlan:
     # Neighbours of one kind become one run.
     begins_run = np.ones(len(row), bool)
     begins_run[1:] = (row[1:] != row[:-1]) | (first[1:] != last[:-1]) | (kind[1:] != kind[:-1])
-    starts = np.flatnonzero(begins_run)
-    ends = np.append(starts[1:], len(row)) - 1 if len(starts) else starts
+    starts, ends = stretches(begins_run)
     is_partial = kind == PARTIAL
     tile_index = np.concatenate([[0], np.cumsum(is_partial)])[starts]
     runs = np.stack([first[starts], last[ends], kind[starts], np.where(is_partial[starts], tile_index, 0)], axis=1)
-    queries = np.minimum((row + 1) * TILE_Q, len(q)) - row * TILE_Q
-    keys = np.minimum(last * patterns.tile_k, len(k)) - first * patterns.tile_k
-    pairs = int((queries * keys)[~is_partial].sum()) + int(patterns.counts[pattern[is_partial]].sum())
-    return _MaskPlan(np.bincount(row[starts], minlength=rows), runs.astype(np.int32), pattern[is_partial], pairs)
+    return np.bincount(row[starts], minlength=rows), runs.astype(np.int32), pattern[is_partial]
+
+
+def stretches(begins: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """The first and the last index of each stretch, from whether an index begins one."""
+    starts = np.flatnonzero(begins)
+    return starts, np.append(starts[1:], len(begins)) - 1 if len(starts) else starts
 
 
 def _descend(mask: Mask, q: Ints, k: Ints, tile_k: int) -> tuple[Ints, Ints]:
@@ -296,18 +296,18 @@ def key_ranges(plan: Plan, most: int) -> NDArray[np.int32] | None:
 
 def queries_that_see(plan: Plan) -> NDArray[np.bool_]:
     """(masks, Nq): whether a query sees any key."""
-    sees = np.zeros((len(plan.mask_pairs) * plan.rows, TILE_Q), bool)
+    sees = np.zeros((plan.masks * plan.rows, TILE_Q), bool)
     row, _, pattern = tile_patterns(plan)
     words = np.bitwise_or.reduce(plan.bits, axis=1)  # of each pattern: the queries that see a key of it
     of_pattern = np.unpackbits(words[:, None].view(np.uint8), axis=1, bitorder="little").astype(bool)
     np.logical_or.at(sees, row, of_pattern[pattern])
     sees[row_of_runs(plan)[plan.runs[:, 2] != PARTIAL]] = True
-    return sees.reshape(len(plan.mask_pairs), plan.rows * TILE_Q)[:, : plan.nq]
+    return sees.reshape(plan.masks, plan.rows * TILE_Q)[:, : plan.nq]
 
 
 def keys_seen(plan: Plan) -> NDArray[np.bool_]:
     """(masks, Nk): whether any query sees a key."""
-    masks, columns = len(plan.mask_pairs), -(-plan.nk // plan.tile_k)
+    masks, columns = plan.masks, -(-plan.nk // plan.tile_k)
     row, column, pattern = tile_patterns(plan)
     seen = np.zeros((masks * columns, plan.tile_k), bool)
     np.logical_or.at(seen, row // max(plan.rows, 1) * columns + column, (plan.bits != 0)[pattern])
@@ -330,12 +330,8 @@ def tile_patterns(plan: Plan) -> tuple[Ints, Ints, Ints]:
     partial = kind == PARTIAL
     size = (last - first)[partial]
     each = _count_up(size)
-    row = np.repeat(row_of_runs(plan)[partial], size)
-    return (
-        row,
-        np.repeat(first[partial], size) + each,
-        plan.tile_bits[np.repeat(index[partial], size) + each].astype(np.int64),
-    )
+    row, column = np.repeat(row_of_runs(plan)[partial], size), np.repeat(first[partial], size) + each
+    return row, column, plan.tile_bits[np.repeat(index[partial], size) + each].astype(np.int64)
 
 
 def _ranges_of_patterns(plan: Plan, most: int) -> tuple[Ints, Ints, Ints, Ints] | None:
@@ -356,29 +352,26 @@ def _merged(plan: Plan, most: int, row: Ints, low: Ints, high: Ints) -> NDArray[
     row, low, high = row[order], low[order], high[order]
     begins = np.ones(len(row), bool)
     begins[1:] = (row[1:] != row[:-1]) | (low[1:] != high[:-1])
-    starts = np.flatnonzero(begins)
-    stops = np.append(starts[1:], len(row)) - 1 if len(row) else starts
-    row, low, high = row[starts], low[starts], high[stops]
+    starts, ends = stretches(begins)
+    row, low, high = row[starts], low[starts], high[ends]
     nth = np.arange(len(row)) - np.searchsorted(row, row)
     if len(nth) and nth.max() >= most:
         return None
-    masks = len(plan.mask_pairs)
-    out = np.zeros((most, 2, masks * plan.rows * TILE_Q), np.int32)
+    out = np.zeros((most, 2, plan.masks * plan.rows * TILE_Q), np.int32)
     out[nth, 0, row], out[nth, 1, row] = low, high
-    return np.ascontiguousarray(out.reshape(most, 2, masks, plan.rows * TILE_Q)[..., : plan.nq])
+    return np.ascontiguousarray(out.reshape(most, 2, plan.masks, plan.rows * TILE_Q)[..., : plan.nq])
 
 
 # The bits of partial tiles.
 
 
 class Patterns:
-    """All patterns of a plan, and how many pairs are visible in each."""
+    """All patterns of a plan."""
 
     EMPTY, FULL = -1, -2  # patterns without any bit, and with every bit: they are not stored
 
     def __init__(self, tile_k: int) -> None:
         self.tile_k = tile_k
-        self.counts = np.empty(0, np.int64)
         self._words: list[Words] = []
         self._known: dict[bytes, int] = {}
 
@@ -410,7 +403,6 @@ class Patterns:
                 new.append(index)
             pattern[index] = self._known[content]
         self._words.append(words[new])
-        self.counts = np.concatenate([self.counts, counts[new]])
         return np.where(partial, pattern[group], np.where(counts[group] == 0, self.EMPTY, self.FULL))
 
 

@@ -13,10 +13,10 @@ torch.compile can trace.
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from inspect import Parameter, signature
 from typing import Any
@@ -31,11 +31,7 @@ from lowtri.masks.tile import shown
 
 MAX_LENGTH = 65_536  # characters: enough for the lengths of ten thousand documents
 _STRENGTH = {"|": 1, "&": 2, "-": 3}
-_JOINS: dict[str, Callable[[Mask, Mask], Mask]] = {
-    "|": lambda left, right: left | right,
-    "&": lambda left, right: left & right,
-    "-": lambda left, right: left - right,
-}
+_JOINS: dict[str, Callable[[Mask, Mask], Mask]] = {"|": operator.or_, "&": operator.and_, "-": operator.sub}
 _LITERALS = {"True": True, "False": False, "None": None}
 _FIX = "Fix: masks are joined by & | ~ -, e.g. 'causal & window(256)'."
 _MAX_TOKEN = 40  # characters of a name or a number
@@ -179,28 +175,18 @@ def unpack(text: str, arrays: Sequence[Any]) -> Mask:
         MaskError: if ``pack`` does not write such a text.
     """
     global _recent
-    for unpacked in _recent:
-        if unpacked.text == text and unpacked.equals(arrays):
-            return unpacked.mask
+    for known_text, known, unpacked in _recent:
+        if known_text == text and len(known) == len(arrays):
+            pairs = zip(known, arrays, strict=True)
+            if all(a.array.dtype == b.dtype and np.array_equal(a.array, b) for a, b in pairs):
+                return unpacked
     frozen = tuple(FrozenArray(array) for array in arrays)
-    _recent = (_Unpacked(text, frozen, _unpack(text, frozen)), *_recent[:1])
-    return _recent[0].mask
-
-
-@dataclass(frozen=True, eq=False)
-class _Unpacked:
-    text: str
-    arrays: tuple[FrozenArray, ...]
-    mask: Mask
-
-    def equals(self, arrays: Sequence[Any]) -> bool:
-        return len(self.arrays) == len(arrays) and all(
-            a.array.dtype == b.dtype and np.array_equal(a.array, b) for a, b in zip(self.arrays, arrays, strict=True)
-        )
+    _recent = ((text, frozen, _unpack(text, frozen)), *_recent[:1])
+    return _recent[0][2]
 
 
 # The layers of a model alternate between one or two masks, and comparing an array costs a tenth of hashing it.
-_recent: tuple[_Unpacked, ...] = ()
+_recent: tuple[tuple[str, tuple[FrozenArray, ...], Mask], ...] = ()
 
 
 @lru_cache(32)

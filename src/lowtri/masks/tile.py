@@ -28,9 +28,7 @@ POSITION_MAX = 2**62
 
 MAX_POSITIONS = 2**28  # positions in one array: 2 GB
 
-Positions: TypeAlias = (
-    Any  # a Python int, a NumPy array of ints, or an Interval of these; formulas are written once for all
-)
+Positions: TypeAlias = Any  # a Python int, a NumPy array of ints, or an Interval of these: a formula takes all
 
 
 def check_count(function: str, name: str, value: Any, least: int = 0) -> int:

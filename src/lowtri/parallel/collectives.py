@@ -123,9 +123,7 @@ class Exchange:
             self.whole = np.concatenate([own, self.others])
             sent = [np.searchsorted(own, plan.fetched(other, mask, rank)) for other in range(plan.ranks)]
             self.sent, self.received = [len(part) for part in sent], plan.received_from(rank, mask).tolist()
-            self._sent_tokens = torch.from_numpy(
-                np.concatenate(sent)
-            )  # those for rank 0 first; one may go to several ranks
+            self._sent_tokens = torch.from_numpy(np.concatenate(sent))  # for rank 0 first; one may go to several ranks
 
     def fetch(self, rows: Tensor) -> Callable[[], Tensor]:
         """Begin to fetch the rows of others, where ``rows`` are this rank's own; the function that waits for them."""

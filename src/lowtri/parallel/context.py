@@ -254,15 +254,10 @@ class _Call(NamedTuple):
             elif number == 1:
                 keys, values = _keys_and_values(fetched(), k.shape[3])
             bias = biases[number] if biases else bias_of_positions(self.bias, self.positions, positions, k.device)
-            options: dict[str, Any] = {
-                "bias": bias,
-                "sinks": sinks if number == 0 else None,
-            }  # sinks take part in the softmax once
-            options |= {"q_positions": self.positions, "k_positions": positions, **self.options}
-            if not (q.numel() and keys.numel()):
-                options["engine"] = (
-                    "auto"  # one that was given by name is not asked where a rank has no queries or no keys
-                )
+            options = {"q_positions": self.positions, "k_positions": positions, "bias": bias, **self.options}
+            options["sinks"] = sinks if number == 0 else None  # they take part in the softmax once
+            if not (q.numel() and keys.numel()):  # a backend given by name is for ranks with queries and keys
+                options["engine"] = "auto"
             yield keys, values, options
 
 

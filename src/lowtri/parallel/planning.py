@@ -211,9 +211,7 @@ def _two_streams(pairs: Ints, ranks: int, many: NDArray[np.bool_]) -> Ints:
         left = ranks - rank
         count = (len(pairs) - a - b) // left
         wanted = (sums[0][-1] - sums[0][a] + sums[1][-1] - sums[1][b]) / left
-        taken = np.arange(
-            max(0, count - len(streams[1]) + b), min(count, len(streams[0]) - a) + 1
-        )  # of the first stream
+        taken = np.arange(max(0, count - len(streams[1]) + b), min(count, len(streams[0]) - a) + 1)  # of streams[0]
         total = sums[0][a + taken] - sums[0][a] + sums[1][b + count - taken] - sums[1][b]
         best = int(taken[np.abs(total - wanted).argmin()])
         owner[streams[0][a : a + best]] = owner[streams[1][b : b + count - best]] = rank

@@ -274,9 +274,7 @@ class _Layer:
 
     def __init__(self, earlier: EarlierKeys) -> None:
         self.earlier = earlier
-        self.kept: dict[
-            int, list[Tensor]
-        ] = {}  # of each shard what others see: (B, Hkv, tokens, D), (B, Hkv, tokens, Dv)
+        self.kept: dict[int, list[Tensor]] = {}  # of each shard the keys (B, Hkv, tokens, D) and values that others see
         self.d_kept: dict[int, list[Tensor]] = {}  # their gradients so far, at least in float32
 
     def join(self, step: _Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask
-from lowtri.masks.plan import TILE_Q, Plan
+from lowtri.masks.plan import TILE_Q, Plan, row_of_runs, stretches
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
 from lowtri.pictures.pages import card
 from lowtri.pictures.svg import HIDDEN, fill
@@ -56,14 +56,14 @@ def first_tokens(n: int, block: int) -> Ints:
 
 def block_pairs(plan: Plan, block: int) -> Ints:
     """(blocks,): the visible pairs of each block of queries, summed over all batch rows and heads of the mask."""
-    times = np.bincount(plan.mask_index.ravel(), minlength=len(plan.mask_pairs))
+    times = np.bincount(plan.mask_index.ravel(), minlength=plan.masks)
     pairs = (plan.row_pairs() * times[:, None]).sum(axis=0)  # (rows,)
     return np.add.reduceat(pairs, np.arange(0, plan.rows, block // TILE_Q))
 
 
 def block_runs(plan: Plan, block: int) -> Runs:
     """The blocks of keys that each block of queries sees, in any batch row and head."""
-    row = np.repeat(np.arange(len(plan.mask_pairs) * plan.rows), np.diff(plan.row_start)) % plan.rows
+    row = row_of_runs(plan) % plan.rows
     first, last = plan.runs[:, 0].astype(np.int64), plan.runs[:, 1].astype(np.int64)
     to_block = Runs(row * TILE_Q // block, first * plan.tile_k // block, -(-last * plan.tile_k // block))
     return _united(to_block, -(-plan.nk // block))
@@ -83,8 +83,7 @@ def _united(runs: Runs, blocks: int) -> Runs:
     reach = np.maximum.accumulate(offset + last)
     begins = np.ones(len(owner), bool)
     begins[1:] = offset[1:] + first[1:] > reach[:-1]
-    starts = np.flatnonzero(begins)
-    ends = np.append(starts[1:], len(owner)) - 1 if len(starts) else starts
+    starts, ends = stretches(begins)
     return Runs(owner[starts], first[starts], reach[ends] - offset[ends])
 
 

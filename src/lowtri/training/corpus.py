@@ -200,9 +200,7 @@ class Recipe:
     save_every: int = 100  # steps
     seed: int = 0
     accumulate: int = 1  # parts of a batch that are computed one after the other, with one update
-    dtype: str = (
-        "float32"  # of the computation: float32 or bfloat16; weights, moments and sums of gradients are float32
-    )
+    dtype: str = "float32"  # or bfloat16, for the computation; weights, moments and sums of gradients stay float32
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "context", "validate_every", "save_every", "accumulate"):

@@ -315,7 +315,7 @@ def tile_threads(family: str, call: Call, plan: Plan) -> int:
     """For the tiles that the kernel of this family computes: forward or backward."""
     batch, heads, _, nq, nk, d, dv = call.sizes
     tiles = int((plan.runs[:, 1] - plan.runs[:, 0]).sum())  # of all masks, each taken to be as frequent as the others
-    pairs = min(nq * nk, tiles * TILE_Q * plan.tile_k // len(plan.mask_pairs))
+    pairs = min(nq * nk, tiles * TILE_Q * plan.tile_k // plan.masks)
     return _threads(call, batch * heads * pairs * (d + dv) * _PRODUCTS[family] // 2)
 
 
