@@ -287,3 +287,14 @@ def test_without_the_check_the_outputs_are_wrong(mask):
     steps = chunks(mask, [1] * N, allow_missing=True)
     away = np.abs(steps - lowtri.attention(Q, K, V, mask)).max()
     assert (away > 0.1) == (not lowtri.mask(mask).is_causal(N))
+
+
+@pytest.mark.parametrize("mask", ["causal", lowtri.table(np.tril(np.ones((4, 4), bool)))])
+def test_an_append_of_no_tokens_and_a_shift_of_an_empty_cache_change_nothing(mask):
+    cache = lowtri.KVCache(mask)
+    nothing, three = np.zeros((2, 0, 8)), np.zeros((2, 3, 8))
+    cache.append(nothing, nothing)
+    cache.shift(0)
+    cache.append(three, three)
+    cache.append(nothing, nothing)
+    assert (cache.held, cache.evicted, cache.length) == (3, 0, 3)

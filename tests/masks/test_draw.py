@@ -660,3 +660,10 @@ def test_the_command_reports_errors_in_one_line(
     assert captured.out == ""
     assert words in captured.err
     assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_an_unknown_option_names_the_function_that_was_called() -> None:
+    with pytest.raises(TypeError, match=r"draw\(\) got an unexpected keyword argument 'weights'"):
+        causal().draw(3, weights=np.eye(3))
+    with pytest.raises(TypeError, match=r"svg\(\) got an unexpected keyword argument 'ticks'"):
+        causal().save("mask.svg", 3, ticks=True)

@@ -11,6 +11,7 @@ tile call for all keys, and the tokens that are left then move to the front, so 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -385,7 +386,7 @@ def seen(mask: Mask, q0: Any, q1: Any, k0: Any, k1: Any) -> NDArray[np.int8]:
     edges = np.broadcast_arrays(q0, q1, k0, k1)
     shape = edges[0].shape
     if not mask.batch or mask.batch[0] == 1 or shape[0] == 1:
-        return np.asarray(mask.tile(*edges), np.int8).reshape(-1, *shape).max(0)
+        return np.asarray(mask.tile(*edges), np.int8).reshape(math.prod(mask.batch), *shape).max(0)
     out = np.empty(shape, np.int8)
     for b in range(shape[0]):
         masks = row_masks(mask, b, shape[0])

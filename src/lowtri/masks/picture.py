@@ -43,10 +43,13 @@ def draw(
     nq: int | None = None,
     nk: int | None = None,
     *,
+    beside: Mask | str | None = None,
+    tokens: Tokens | None = None,
+    query_tokens: Tokens | None = None,
     ticks: bool = False,
     numbers: bool = False,
     latex: bool = False,
-    **options: Any,
+    titles: Sequence[str] | None = None,
 ) -> str:
     """A mask as text: a line for each query, a column for each key, █ where it may see and · where not.
 
@@ -85,33 +88,31 @@ def draw(
         ticks: ✓ and ✗ instead of blocks, in a table; without tokens the labels are positions.
         numbers: the matrix that is added to the scores, 0 where a query may see and -inf where not.
         latex: that matrix for LaTeX, without labels or titles; it needs no package.
-        options: ``beside``, a second mask, drawn on the right of the first. ``tokens``, a label for each key, in a list; a text is
-            cut at its spaces, and by characters where its script has none; the queries are the last ``nq`` of them.
-            ``query_tokens``, labels for the queries, if they are other tokens (cross-attention). ``titles``, a name for each of
-            the one or two masks, instead of their formulas.
+        beside: a second mask, drawn on the right of the first.
+        tokens: a label for each key, in a list; a text is cut at its spaces, and by characters where its script has none; the
+            queries are the last ``nq`` of them.
+        query_tokens: labels for the queries, if they are other tokens (cross-attention).
+        titles: a name for each of the one or two masks, instead of their formulas.
 
     Raises:
         MaskError: if there are not as many labels as queries and keys, if more than one of ``ticks``, ``numbers`` and
             ``latex`` is set, if a matrix is larger than 64 x 64, or if the two masks' batches do not fit together.
     """
-    labelled, titled = options.get("tokens") is not None, options.get("titles") is not None
-    beside = options.get("beside")
     if ticks + numbers + latex > 1:
         raise MaskError("draw: ticks, numbers and latex are three forms of one picture. Fix: set one of them.")
-    if latex and (labelled or titled):
+    if latex and (tokens is not None or titles is not None):
         raise MaskError("draw: the LaTeX matrix has no labels. Fix: leave tokens and titles out.")
-    if nq is None and not labelled and (ticks or numbers or latex):  # every pair is written
+    if nq is None and tokens is None and (ticks or numbers or latex):  # every pair is written
         nq, nk = (min(n, MAX_CELLS) for n in (picture_size(*_masks(mask, beside)) if nk is None else (nk, nk)))
-    if ticks and not labelled:
+    if ticks and tokens is None:
         nq, nk = _counts(nq, nk)
         if max(nq, nk) > MAX_CELLS:
             raise MaskError(f"draw: ticks for {nq} queries and {nk} keys: at most {MAX_CELLS} each way. Fix: no ticks.")
-        options |= {"tokens": [str(k) for k in range(nk)]}
-        if options.get("query_tokens") is None:
-            options |= {"query_tokens": [str(q + max(nk - nq, 0)) for q in range(nq)]}
+        tokens = [str(k) for k in range(nk)]
+        query_tokens = [str(q + max(nk - nq, 0)) for q in range(nq)] if query_tokens is None else query_tokens
     signs = next((_SIGNS[form] for form, on in zip(_SIGNS, (ticks, numbers, latex), strict=True) if on), "·▒█")
     looks = [look._replace(sign=sign) for look, sign in zip(_LOOKS, signs, strict=True)]
-    panels, left_out, nq, nk = _panels(mask, nq, nk, looks=looks, **options)
+    panels, left_out, nq, nk = _panels(mask, nq, nk, beside, tokens, query_tokens, titles, looks=looks)
     step = _cell_size(nq, nk)
     if (numbers or latex) and step > 1:
         raise MaskError(f"draw: {max(nq, nk)} positions: a matrix has at most 64 each way. Fix: a smaller n.")
@@ -120,7 +121,7 @@ def draw(
         return "\n\n".join([*map(_latex, panels), *more])
     blocks = []
     for panel in panels:
-        columns = [[grid.title] * (titled or beside is not None) + grid.lines() for grid in panel.grids]
+        columns = [[grid.title] * (titles is not None or beside is not None) + grid.lines() for grid in panel.grids]
         blocks.append("\n".join([panel.heading] * bool(panel.heading) + beside_one_another(columns, "    ")))
     blocks += more
     if step > 1:
@@ -143,7 +144,18 @@ def save(mask: Mask | str, path: str | Path, nq: int | None = None, nk: int | No
     save_picture(path, {".svg": lambda: svg(mask, nq, nk, **options), ".html": html})
 
 
-def svg(mask: Mask | str, nq: int | None = None, nk: int | None = None, **options: Any) -> str:
+def svg(
+    mask: Mask | str,
+    nq: int | None = None,
+    nk: int | None = None,
+    *,
+    beside: Mask | str | None = None,
+    tokens: Tokens | None = None,
+    query_tokens: Tokens | None = None,
+    titles: Sequence[str] | None = None,
+    weights: Any = None,
+    beside_weights: Any = None,
+) -> str:
     """The picture of a mask as SVG text.
 
     >>> from lowtri import causal
@@ -151,11 +163,12 @@ def svg(mask: Mask | str, nq: int | None = None, nk: int | None = None, **option
     2
 
     Args:
-        mask, nq, nk: as in :func:`draw`.
-        options: those of :func:`draw`; and ``weights``, attention weights in 0 .. 1, ``(nq, nk)`` or with ``(B,)`` or ``(B, H)``
-            in front, arrays or tensors, which shade the visible cells; ``beside_weights``, the same for the second mask.
+        mask, nq, nk, beside, tokens, query_tokens, titles: as in :func:`draw`.
+        weights: attention weights in 0 .. 1, ``(nq, nk)`` or with ``(B,)`` or ``(B, H)`` in front, arrays or tensors, which shade
+            the visible cells.
+        beside_weights: the same for the second mask.
     """
-    panels, left_out, nq, nk = _panels(mask, nq, nk, **options)
+    panels, left_out, nq, nk = _panels(mask, nq, nk, beside, tokens, query_tokens, titles, weights, beside_weights)
     grids = panels[0].grids
     shaded = {grid.looks is _WEIGHTS for grid in grids}
     full = " or ".join(["may see"] * (False in shaded) + ["weight 1"] * (True in shaded))
@@ -234,7 +247,6 @@ def _panels(
     mask: Mask | str,
     nq: int | None = None,
     nk: int | None = None,
-    *,
     beside: Mask | str | None = None,
     tokens: Tokens | None = None,
     query_tokens: Tokens | None = None,
