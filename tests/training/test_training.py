@@ -411,6 +411,13 @@ def test_of_two_trainings_that_begin_together_one_is_rejected(plan: Plan, tmp_pa
     assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
+def test_a_file_in_place_of_a_folder_is_refused_and_stays(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(DataError, match=r"out is a file, but a run has a folder.\nFix: another path"):
+        run(plan, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_a_lock_left_by_a_kill_locks_nobody_out(plan: Plan, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()

@@ -469,18 +469,14 @@ def _words(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -
         words = ~words
     elif isinstance(mask, Join):
         left, right = (_words(part, queries, keys, row, column) for part in (mask.left, mask.right))
-        subgroup, words = _joined(mask, left, right)
+        both, subgroup = np.unique(left[0] * len(right[1]) + right[0], return_inverse=True)
+        a, b = left[1][both // len(right[1])], right[1][both % len(right[1])]
+        words = a & b if isinstance(mask, And) else a | b
     else:
         subgroup, sample = _group_by_key(mask, queries, keys, row, column)
         words = _evaluated(mask, queries.positions[row[sample]], keys.positions[column[sample]])
     group[undecided] = subgroup + 2
     return group, np.concatenate([empty_and_full, words])
-
-
-def _joined(mask: Join, left: tuple[Ints, Words], right: tuple[Ints, Words]) -> tuple[Ints, Words]:
-    pairs, group = np.unique(left[0] * len(right[1]) + right[0], return_inverse=True)
-    a, b = left[1][pairs // len(right[1])], right[1][pairs % len(right[1])]
-    return group, (a & b if isinstance(mask, And) else a | b)
 
 
 def _without_holes(

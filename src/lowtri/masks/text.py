@@ -198,15 +198,7 @@ def _unpack(text: str, frozen: tuple[FrozenArray, ...]) -> Mask:
 
 
 def _read(text: str, arrays: Sequence[Any] = ()) -> Mask:
-    """The mask of a text.
-
-    Args:
-        text: the text.
-        arrays: the values of the placeholders ``_0, _1, ...``, as in ``causal & documents(_0)``.
-
-    Raises:
-        MaskError: if the grammar does not accept the text.
-    """
+    """The mask of a text, in which ``_0, _1, ...`` stand for arrays, as in ``causal & documents(_0)``."""
     reader = _Reader(text, arrays)
     value = reader.value(0)
     if not isinstance(value, Mask):

@@ -223,9 +223,6 @@ def _divisor(n: Any) -> int:
     return n
 
 
-Answer: TypeAlias = Any  # 0, 1, 2 or an array of them
-
-
 class Tile(IntEnum):
     """The three answers for a tile, a rectangle of queries x keys: EMPTY (no visible pair), FULL (every pair), PARTIAL (otherwise)."""
 

@@ -30,6 +30,8 @@ def only_training(folder: Path) -> Iterator[None]:
     Raises:
         DataError: if another training, of this process or another, has locked it.
     """
+    if folder.is_file():
+        raise DataError(f"{folder} is a file, but a run has a folder.\nFix: another path.")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
