@@ -459,3 +459,16 @@ def test_attend_is_append_and_attention(kind):
     ):
         cache.attend(q[:, :, :2], k[:, :, :1], v[:, :, :1])
     assert cache.length == n
+
+
+def test_slots_without_a_token_hold_numbers():
+    """Users multiply what append returns by weights that are 0 in free slots, and 0 times NaN is NaN."""
+    cache, x = KVCache("causal & window(4)", block=4), torch.ones(2, 1, 8)
+    torch.use_deterministic_algorithms(True)  # new memory is then filled with NaN
+    try:
+        for _ in range(30):
+            keys, values, positions = cache.append(x, x)
+            assert keys.isfinite().all() and values.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (positions < 0).any()

@@ -439,7 +439,7 @@ def _empty(like: Any, capacity: int) -> Any:
     import torch
 
     with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)  # free slots are returned, too
 
 
 def _plain(name: str, x: Any) -> Any:
