@@ -45,6 +45,18 @@ def test_the_site_has_every_page() -> None:
     assert all((ROOT / source).exists() for source in outside.values())
 
 
+def test_files_of_the_source_that_pages_name_exist() -> None:
+    """Not those of the log, which has the names of its days, and of the recipes, which a reader is to write."""
+    source = Path(lowtri.__file__).parent
+    packages = "|".join(path.name for path in source.iterdir() if path.is_dir())
+    named = re.compile(rf"`(?:src/lowtri/)?((?:{packages})/[\w/]+\.py)(?::\w+)?`")
+    written = {"auditing/swap.py", "backends/zeros.py", "masks/dilated.py"}
+    pages = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    names = {name for page in pages for name in named.findall(page.read_text(encoding="utf-8"))}
+    assert len(names) > 20
+    assert sorted(name for name in names - written if not (source / name).is_file()) == []
+
+
 PROSE = [
     *ROOT.glob("*.md"),
     *(path for folder in ("docs", "dev", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.md")),
