@@ -117,7 +117,7 @@ def test_memory_is_shared_in_both_directions(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def options(mask: str) -> Any:
-    return module.JaxOptions(lowtri.mask(mask), None, None, None, None, False, "auto")
+    return (lowtri.mask(mask), ("return_lse", False))
 
 
 def test_a_query_that_sees_nothing_gives_zeros_where_jax_gives_a_mean() -> None:

@@ -19,9 +19,9 @@ from lowtri.extras import require
 require("lowtri.integrations.jax", "torch", "jax")
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -96,12 +96,11 @@ def attention(
     for name, x in arrays.items():
         if x is not None or name not in ("bias", "sinks"):
             _check_array("attention", name, x)
-    options = JaxOptions(
-        as_mask(mask), scale, softcap, _positions("q_positions", q_positions), _positions("k_positions", k_positions),
-        return_lse, engine,
-    )  # fmt: skip
-    _check_traced(options, arrays)
-    results = _operation()(options, q, k, v, bias, sinks)
+    positions = {name: _positions(name, x) for name, x in (("q_positions", q_positions), ("k_positions", k_positions))}
+    options = {"scale": scale, "softcap": softcap, "return_lse": return_lse, **positions}
+    mask = as_mask(mask)
+    _check_traced(mask, options, arrays)
+    results = _operation()((mask, ("engine", engine), *options.items()), *arrays.values())
     return results if return_lse else results[0]
 
 
@@ -122,26 +121,22 @@ def _positions(name: str, x: Any) -> tuple[Any, ...] | None:
     return tuple(array.tolist()) if array.ndim == 1 else tuple(map(tuple, array.tolist()))
 
 
-def _check_traced(options: JaxOptions, arrays: dict[str, Any]) -> None:
+def _check_traced(mask: Mask, options: dict[str, Any], arrays: dict[str, Any]) -> None:
     """Raise while a program is traced what its callback would raise when it runs."""
     import jax
 
     for name in ("scale", "softcap"):
-        if isinstance(getattr(options, name), jax.core.Tracer):
+        if isinstance(options[name], jax.core.Tracer):
             raise CallError(
                 f"attention: {name} is traced, and it is a constant of a program. Fix: a Python number, or static_argnames."
             )
     shapes = [size for x in arrays.values() if x is not None for size in x.shape]
-    if not any(isinstance(x, jax.core.Tracer) for x in arrays.values()) or not all(isinstance(n, int) for n in shapes):
-        return
-    like = {
-        name: None if x is None else torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")
-        for name, x in arrays.items()
-    }
-    q, k, v, bias, sinks = like.values()
-    given = options.arguments()
-    del given["engine"]
-    describe(q, k, v, options.mask, CallOptions(bias=bias, sinks=sinks, **given))
+    if any(isinstance(x, jax.core.Tracer) for x in arrays.values()) and all(isinstance(n, int) for n in shapes):
+        q, k, v, bias, sinks = (
+            None if x is None else torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")
+            for x in arrays.values()
+        )
+        describe(q, k, v, mask, CallOptions(bias=bias, sinks=sinks, **_arguments(options.items())))
 
 
 def dot_product_attention(
@@ -200,8 +195,8 @@ def dot_product_attention(
     arrays |= {name: None if x is None else jnp.asarray(x) for name, x in lengths.items()}
     _check_nn(arrays)
     q, k, v, added, visible, q_lengths, k_lengths = arrays.values()
-    formula = _formula(local_window_size, bool(is_causal))
-    options = JaxOptions(formula, None if scale is None else float(scale), None, None, None, return_residual, "auto")
+    scale = None if scale is None else float(scale)
+    options = (_formula(local_window_size, bool(is_causal)), ("scale", scale), ("return_lse", return_residual))
     output, *residual = _operation()(options, q, k, v, added, None, visible, q_lengths, k_lengths)
     shape = jnp.shape(query)
     if not return_residual:
@@ -280,40 +275,25 @@ def _mask_nn(
 # Attention as an operation of JAX: eager where its arrays hold numbers, a host callback where they are traced; with gradients.
 
 
-class JaxOptions(NamedTuple):
-    """Everything that is no array of JAX; hashable, so that programs are traced once for each."""
+# The mask, then the names and values of what is not an array of JAX; hashable, so that programs are traced once for each.
+Options = tuple[Any, ...]
 
-    mask: Mask
-    scale: float | None
-    softcap: float | None
-    q_positions: tuple[Any, ...] | None
-    k_positions: tuple[Any, ...] | None
-    return_lse: bool
-    engine: str
 
-    def arguments(self) -> dict[str, Any]:
-        positions = {name: getattr(self, name) for name in ("q_positions", "k_positions")}
-        arrays = {name: None if x is None else np.array(x, np.int64) for name, x in positions.items()}
-        return {
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "return_lse": self.return_lse,
-            "engine": self.engine,
-            **arrays,
-        }
+def _arguments(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Options as arguments of a call; positions, which are tuples, as arrays."""
+    return {name: np.array(x, np.int64) if isinstance(x, tuple) else x for name, x in options}
 
 
 def _attend(
-    options: JaxOptions, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, *masks: Any
+    options: Options, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, *masks: Any
 ) -> tuple[Tensor, ...]:
     """The results of a call of ``attention``; or of ``dot_product_attention``, which has its layout and three ``masks``."""
-    mask, arguments = options.mask, options.arguments()
+    mask, arguments = options[0], _arguments(options[1:])
     if masks:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, N, T, H)
-        visible, q_lengths, k_lengths = masks
-        mask, arguments["q_positions"] = _mask_nn(mask, visible, q_lengths, k_lengths, q.shape[2], k.shape[2])
+        mask, arguments["q_positions"] = _mask_nn(mask, *masks, q.shape[2], k.shape[2])
     results: Any = attend(q, k, v, mask, bias=bias, sinks=sinks, **arguments)
-    results = results if options.return_lse else (results,)
+    results = results if arguments["return_lse"] else (results,)
     return tuple(x.transpose(1, 2) for x in results) if masks else results
 
 
@@ -338,13 +318,13 @@ def _operation() -> Callable[..., tuple[Any, ...]]:
     """The operation ``(options, q, k, v, bias, sinks, *others)``, with its gradients, made when jax is first used."""
     import jax
 
-    def results(options: JaxOptions, *inputs: Any) -> Any:
+    def results(options: Options, *inputs: Any) -> Any:
         return _call(_run, options, _like_results(options, *inputs), inputs)
 
-    def forward(options: JaxOptions, *inputs: Any) -> Any:
+    def forward(options: Options, *inputs: Any) -> Any:
         return made(options, *inputs), inputs
 
-    def backward(options: JaxOptions, inputs: Any, d_results: Any) -> Any:
+    def backward(options: Options, inputs: Any, d_results: Any) -> Any:
         like = tuple(None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:_FLOATS])
         grads = _call(_gradients, options, like, (*inputs, *d_results))
         return *grads, *(None for _ in inputs[_FLOATS:])
@@ -354,15 +334,15 @@ def _operation() -> Callable[..., tuple[Any, ...]]:
     return made
 
 
-def _like_results(options: JaxOptions, q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
+def _like_results(options: Options, q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
     import jax
 
     output = jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)
     lse = jax.ShapeDtypeStruct(q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32)
-    return (output, lse) if options.return_lse else (output,)
+    return (output, lse) if dict(options[1:])["return_lse"] else (output,)
 
 
-def _call(function: Any, options: JaxOptions, like: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+def _call(function: Any, options: Options, like: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
     """The function's results. ``like`` has their shapes and dtypes, None where there are none."""
     import jax
 
@@ -374,19 +354,19 @@ def _call(function: Any, options: JaxOptions, like: tuple[Any, ...], arrays: tup
     return tuple(None if x is None else next(results) for x in like)
 
 
-def _on_host(function: Any, options: JaxOptions, *arrays: Any) -> tuple[Any, ...]:
+def _on_host(function: Any, options: Options, *arrays: Any) -> tuple[Any, ...]:
     """What XLA calls: arrays of the host in, NumPy arrays out."""
     results = function(options, *(None if x is None else _tensor(np.asarray(x)) for x in arrays))
     return tuple(_array(x) for x in results if x is not None)
 
 
-def _run(options: JaxOptions, *inputs: Any) -> tuple[Tensor, ...]:
+def _run(options: Options, *inputs: Any) -> tuple[Tensor, ...]:
     with torch.no_grad():
         return tuple(x.contiguous() for x in _attend(options, *inputs))
 
 
-def _gradients(options: JaxOptions, *arrays: Any) -> tuple[Tensor | None, ...]:
-    results_end = len(arrays) - (2 if options.return_lse else 1)
+def _gradients(options: Options, *arrays: Any) -> tuple[Tensor | None, ...]:
+    results_end = len(arrays) - (2 if dict(options[1:])["return_lse"] else 1)
     inputs, others, d_results = arrays[:_FLOATS], arrays[_FLOATS:results_end], arrays[results_end:]
     leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():

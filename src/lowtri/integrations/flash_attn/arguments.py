@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.errors import CallError
 from lowtri.masks import POSITION_MAX
-
-__all__ = ["check_numbers", "check_shapes", "check_slopes", "check_tensor", "read_window", "whole_numbers"]
 
 
 def check_tensor(name: str, argument: str, x: Any, layout: str) -> None:
@@ -105,6 +104,23 @@ def whole_numbers(name: str, argument: str, value: Any, sizes: tuple[int | str, 
         fix = "at least 0" if below == POSITION_MAX else f"each of 0 .. {below - 1}"
         raise CallError(f"{name}: {argument} is {numbers.tolist()!r:.60}. Fix: {fix}.")
     return numbers.long()
+
+
+def for_rows(name: str, argument: str, value: int | Tensor, rows: int) -> Tensor:
+    """(B,) positions, from one for all rows or one for each."""
+    return whole_numbers(name, argument, value, () if np.ndim(value) == 0 else (rows,), POSITION_MAX).expand(rows)
+
+
+def edges_of(name: str, argument: str, edges: Any, total: int | None = None) -> NDArray[np.int64]:
+    """cu_seqlens, (B + 1,): ascending from 0, to ``total`` if it is given."""
+    array: NDArray[np.int64] = whole_numbers(name, argument, edges, ("B + 1",), None).numpy()
+    ascends = len(array) > 1 and array[0] == 0 and np.all(np.diff(array) >= 0)
+    if not ascends or total not in (None, array[-1]):
+        fix = (
+            "(B + 1,) whole numbers, ascending from 0" if total is None else f"ascending, from 0 to {total}, the tokens"
+        )
+        raise CallError(f"{name}: {argument} is {array.tolist()!r:.60}. Fix: {fix}.")
+    return array
 
 
 def _shown(value: Any) -> str:

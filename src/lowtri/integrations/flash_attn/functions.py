@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from importlib import import_module, util
 from inspect import Signature, signature
@@ -28,6 +28,8 @@ from lowtri.integrations.flash_attn.arguments import (
     check_shapes,
     check_slopes,
     check_tensor,
+    edges_of,
+    for_rows,
     read_window,
     whole_numbers,
 )
@@ -256,7 +258,8 @@ def flash_attn_varlen_func(
     Raises:
         CallError: if the arguments do not fit together.
     """
-    of_q, of_k = _edges("cu_seqlens_q", cu_seqlens_q), _edges("cu_seqlens_k", cu_seqlens_k)
+    of_q = edges_of(_VARLEN, "cu_seqlens_q", cu_seqlens_q)
+    of_k = edges_of(_VARLEN, "cu_seqlens_k", cu_seqlens_k)
     if len(of_q) != len(of_k):
         raise CallError(
             f"{_VARLEN}: cu_seqlens_q has {len(of_q)} edges and cu_seqlens_k {len(of_k)}. Fix: B + 1 in both."
@@ -300,15 +303,6 @@ def flash_attn_varlen_kvpacked_func(
     return q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 
 
-def _edges(argument: str, edges: Any) -> Ints:
-    array: Ints = whole_numbers(_VARLEN, argument, edges, ("B + 1",), None).numpy()
-    if len(array) < 2 or array[0] != 0 or np.any(np.diff(array) < 0):
-        raise CallError(
-            f"{_VARLEN}: {argument} is {array.tolist()!r:.60}. Fix: (B + 1,) whole numbers, ascending from 0."
-        )
-    return array
-
-
 def _documents(of_q: Ints, of_k: Ints, total_q: int, total_k: int) -> tuple[Mask | None, dict[str, Ints]]:
     """The mask that keeps sequences apart, None for a single one, and the positions of queries and keys."""
     lengths = np.maximum(np.diff(of_q), np.diff(of_k))
@@ -343,20 +337,20 @@ def _from_pages(pages: Tensor, edges: Ints, block_table: Any) -> Tensor:
 
 def _one_by_one(options: _Options, tensors: tuple[Tensor, ...], edges: tuple[Ints, Ints]) -> tuple[Tensor, ...]:
     """Slopes that differ between sequences: one call for each."""
-    (q, k, v), (of_q, of_k), s = tensors, edges, options
-    dropped = s.return_attn_probs and s.dropout_p > 0
+    (q, k, v), (of_q, of_k), mask, slopes = tensors, edges, options.mask(), options.alibi_slopes
+    dropped = options.return_attn_probs and options.dropout_p > 0
     weights = q.new_zeros(q.shape[1], len(q), len(k)) if dropped else q.new_empty(0)
     outputs, lses = [], []
-    for b, slopes in enumerate(s.alibi_slopes if s.alibi_slopes is not None else ()):
-        own_q, own_k = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
-        numbers = (s.dropout_p, s.softmax_scale, s.causal, s.window_size, s.softcap, slopes)
-        output, lse, own = flash_attn_func(
-            q[own_q][None], k[own_k][None], v[own_k][None], *numbers, return_attn_probs=True
-        )
+    for b in range(len(of_q) - 1):
+        one = replace(options, alibi_slopes=None if slopes is None else slopes[b], return_attn_probs=True)
+        rows, columns = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
+        positions = bottom_right_positions(rows.stop - rows.start, columns.stop - columns.start)
+        parts = (x.transpose(0, 1)[None] for x in (q[rows], k[columns], v[columns]))
+        output, lse, part = one.run(parts, mask, positions)
         outputs.append(output[0])
         lses.append(lse[0])
         if dropped:
-            weights[:, own_q, own_k] = own[0].detach()
+            weights[:, rows, columns] = part[0].detach()
     rest = len(q) - int(of_q[-1])
     whole = torch.cat([*outputs, q.new_zeros(rest, q.shape[1], v.shape[2])])
     return whole, torch.nn.functional.pad(torch.cat(lses, 1), (0, rest), value=torch.inf), weights
@@ -428,8 +422,9 @@ def flash_attn_with_kvcache(
     options = _Options(_CACHE, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
     mask = options.mask()
     slots = _Slots(q, k_cache, v_cache, block_table, cache_batch_idx)
-    lengths = slots.of_rows("cache_seqlens", slots.count if cache_seqlens is None else cache_seqlens)  # (B,)
-    starts = slots.of_rows("cache_leftpad", 0 if cache_leftpad is None else cache_leftpad)
+    rows = len(q)
+    lengths = for_rows(_CACHE, "cache_seqlens", slots.count if cache_seqlens is None else cache_seqlens, rows)  # (B,)
+    starts = for_rows(_CACHE, "cache_leftpad", 0 if cache_leftpad is None else cache_leftpad, rows)
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
         raise CallError(f"{_CACHE}: got k without v or cache_seqlens, or v without k. Fix: all three, or none.")
     new = 0 if k is None else slots.check_new(k, v)
@@ -489,11 +484,6 @@ class _Slots:
             raise CallError(
                 f"{_CACHE}: q has {self.batch} rows, but the cache {len(k)}. Fix: cache_batch_idx=, one per row of q."
             )
-
-    def of_rows(self, argument: str, value: int | Tensor) -> Tensor:
-        """(B,) numbers from one for all rows, or one for each."""
-        sizes = () if np.ndim(value) == 0 else (self.batch,)
-        return whole_numbers(_CACHE, argument, value, sizes, POSITION_MAX).expand(self.batch)
 
     def check_new(self, k: Any, v: Any) -> int:
         """The number of new tokens of each row."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lowtri.errors import CallError
-from lowtri.integrations.flash_attn.arguments import check_tensor, whole_numbers
-from lowtri.masks import POSITION_MAX
+from lowtri.integrations.flash_attn.arguments import check_tensor, edges_of, for_rows
 from lowtri.nn.positions import rotary_frequencies
 
 __all__ = [
@@ -56,17 +54,14 @@ def apply_rotary_emb(
         check_tensor(name, table, of, "(positions, R)")
     if cu_seqlens is None:
         check_tensor(name, "x", x, "(B, N, H, D)")
-        positions = _offsets(name, seqlen_offsets, len(x))[:, None] + torch.arange(x.shape[1])  # (B, N)
+        offsets = for_rows(name, "seqlen_offsets", seqlen_offsets, len(x))
+        positions = offsets[:, None] + torch.arange(x.shape[1])  # (B, N)
         rotated = rotate(x, cos, sin, positions, interleaved, name)
     else:
         check_tensor(name, "x", x, "(total, H, D)")
-        edges = whole_numbers(name, "cu_seqlens", cu_seqlens, ("B + 1",), len(x) + 1)
+        edges = torch.from_numpy(edges_of(name, "cu_seqlens", cu_seqlens, len(x)))
         lengths = edges.diff()
-        if len(edges) < 2 or edges[0] != 0 or edges[-1] != len(x) or bool((lengths < 0).any()):
-            raise CallError(
-                f"{name}: cu_seqlens is {edges.tolist()!r:.60}. Fix: ascending, from 0 to {len(x)}, the tokens."
-            )
-        begins = edges[:-1] - _offsets(name, seqlen_offsets, len(lengths))
+        begins = edges[:-1] - for_rows(name, "seqlen_offsets", seqlen_offsets, len(lengths))
         positions = torch.arange(len(x)) - begins.repeat_interleave(lengths)
         rotated = rotate(x[None], cos, sin, positions[None], interleaved, name)[0]
     return x.copy_(rotated) if inplace else rotated
@@ -157,12 +152,10 @@ class RotaryEmbedding(torch.nn.Module):
             return
         place = torch.arange(n, device=like.device, dtype=torch.float32)
         angles = torch.outer(place, rotary_frequencies(self.dim, self.base, device=like.device))
-        cos, sin = angles.cos(), angles.sin()
-        tables = (cos, sin, cos, sin)
+        tables = [angles.cos(), angles.sin(), angles.cos(), angles.sin()]
         if self.scale is not None and self.scale_base is not None:
-            power = (place - n // 2) / self.scale_base
-            scale = self.scale.to(like.device, torch.float32) ** power[:, None]
-            tables = (cos * scale, sin * scale, cos / scale, sin / scale)
+            scale = self.scale.to(like.device, torch.float32) ** ((place - n // 2) / self.scale_base)[:, None]
+            tables = [x * scale for x in tables[:2]] + [x / scale for x in tables[:2]]
         self._tables = tuple(x.to(like.dtype) for x in tables)
 
     def forward(
@@ -226,8 +219,3 @@ def rotate(
     pair = first * c - second * s, first * s + second * c
     joined = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     return torch.cat([joined.to(x.dtype), rest], -1)
-
-
-def _offsets(name: str, offsets: int | Tensor, rows: int) -> Tensor:
-    sizes = () if np.ndim(offsets) == 0 else (rows,)
-    return whole_numbers(name, "seqlen_offsets", offsets, sizes, POSITION_MAX).expand(rows)
