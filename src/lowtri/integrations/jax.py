@@ -280,8 +280,8 @@ Options = tuple[Any, ...]
 
 
 def _arguments(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Options as arguments of a call; positions, which are tuples, as arrays."""
-    return {name: np.array(x, np.int64) if isinstance(x, tuple) else x for name, x in options}
+    """Options as arguments of a call, with arrays of positions, which are tuples."""
+    return {name: x if x is None or "positions" not in name else np.array(x, np.int64) for name, x in options}
 
 
 def _attend(
