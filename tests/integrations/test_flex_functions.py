@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import lowtri
 from lowtri.errors import CallError
 from lowtri.integrations.flex import block_mask, create_block_mask, flex_attention
+from lowtri.integrations.flex.masks import function_mask
+from lowtri.integrations.function_mask import bounds_of, trace
+from lowtri.masks.tile import Interval
 
 Q, K = torch.ones(1, 2, 5, 8), torch.ones(1, 2, 7, 8)
 
@@ -89,3 +93,27 @@ def test_devices():
 def test_numbers_and_sizes(options, words):
     with pytest.raises(CallError, match=f"flex_attention: {words}"):
         flex_attention(**{"query": Q, "key": K, "value": K, **options})
+
+
+EDGES = torch.tensor([0, 20, 40, 60])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda b, h, q, k: (q * 0.1) * 10 == q,  # floats round
+        lambda b, h, q, k: q * 2**60 >= k,  # int64 wraps between the ends of a tile
+        lambda b, h, q, k: k <= q + torch.iinfo(torch.int64).max,
+        lambda b, h, q, k: q * torch.tensor(3, dtype=torch.uint8) >= k,
+        lambda b, h, q, k: torch.searchsorted(EDGES, q, sorter=torch.arange(4)) > k,  # a tensor among named arguments
+    ],
+)
+def test_what_a_trace_says_of_a_tile_holds_for_its_pairs(fn):
+    traced, mask, n = trace(fn, "cpu"), function_mask(fn, (1, 1, 64, 64), "cpu"), 8
+    assert traced is not None
+    visible = mask(np.arange(64)[:, None], np.arange(64)[None])
+    for q, k in np.ndindex(64 - n, 64 - n):
+        edges = (Interval(np.array([i]), np.array([i + n - 1])) for i in (q, k))
+        says, pairs = bounds_of(traced, *edges), visible[q : q + n, k : k + n]
+        assert pairs.all() or not np.all(says.every)
+        assert not pairs.any() or np.all(says.some)

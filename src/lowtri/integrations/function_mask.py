@@ -111,14 +111,15 @@ class Node:
         nodes = {self}
         for node in reversed(self.before):
             if node in nodes:
-                nodes.update(nodes_in(node.args))
+                nodes.update(nodes_in((*node.args, *node.kwargs.values())))
         return [node for node in self.before if node in nodes]
 
     def program(self) -> tuple[Any, ...]:
         """Equal for nodes with equal values, whatever the indices, as long as no captured tensor changes in place."""
         number = {node: i for i, node in enumerate(self.needed())}
         return tuple(
-            node.key or (node.call, _mapped((node.args, *node.kwargs.items()), Node, lambda x: (None, number[x])))
+            node.key
+            or (node.call, node.dtype, _mapped((node.args, *node.kwargs.items()), Node, lambda x: (None, number[x])))
             for node in number
         )
 
@@ -201,11 +202,12 @@ class _Recorder(TorchDispatchMode):
         return node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = func(*args, **(kwargs or {})), operation_name(func)
+        name = operation_name(func)
         if name is None:
             raise _UnknownError
+        result = func(*args, **(kwargs or {}))
         args, kwargs = _mapped(args, Tensor, self._node), _mapped(kwargs or {}, Tensor, self._node)
-        reads = frozenset().union(*(x.reads for x in nodes_in(args) if name not in _LIKE))
+        reads = frozenset().union(*(x.reads for x in nodes_in((*args, *kwargs.values())) if name not in _LIKE))
         if isinstance(result, Tensor):
             self.add(result, name, reads=reads, call=func, args=args, kwargs=kwargs)
         elif reads:  # the number of an index
@@ -247,7 +249,8 @@ def bounds_of(node: Node, q: Interval, k: Interval, b: int = 0, h: int = 0) -> T
     try:
         for one in node.needed():
             values[one] = result = _bounds(one, values, q, k, b, h)
-            if isinstance(result, Interval) and (np.any(-result.low > _LARGEST) or np.any(result.high > _LARGEST)):
+            ends = (result.low, result.high) if isinstance(result, Interval) else ()
+            if any(np.any((end > _LARGEST) | (end < -_LARGEST)) for end in ends):
                 raise _UnknownError
     except (_UnknownError, TypeError):  # intervals have no rule for it
         return Truth(False, True)
@@ -274,7 +277,9 @@ def _bounds(node: Node, values: dict[Node, Any], q: Interval, k: Interval, b: in
         return _number(args[0])
     if name == "div" and kwargs.pop("rounding_mode", None) == "floor":
         name = "floor_divide"
-    if kwargs or name not in _OPERATIONS:
+    if kwargs or name not in _OPERATIONS or node.dtype not in _WHOLE:
+        raise _UnknownError
+    if any(isinstance(x, Tensor) or (isinstance(x, float) and name not in _COMPARISONS) for x in args):
         raise _UnknownError
     args = [Truth(x, x) if isinstance(x, bool) else x for x in args]
     result = _OPERATIONS[name](*(args if name in _OF_BOOLS else map(_number, args)))
@@ -309,6 +314,8 @@ def _indexed(node: Node, tensor: Any, indices: tuple[Any, ...], row_and_head: tu
 
 def _product(x: Any, y: Any) -> Interval:
     """From the corners, since a product is monotonic in each factor."""
+    if any(isinstance(z, int) and abs(z) > _LARGEST for z in (x, y)):
+        raise _UnknownError  # a product between the ends may wrap
     ends = [(z.low, z.high) if isinstance(z, Interval) else (z, z) for z in (x, y)]
     corners = np.broadcast_arrays(*(np.multiply(a, b) for a in ends[0] for b in ends[1]))
     return Interval(np.minimum.reduce(corners), np.maximum.reduce(corners))
@@ -343,6 +350,7 @@ _OF_BOOLS: dict[str, Callable[..., Any]] = {  # on other integers these work on 
     **dict.fromkeys(("bitwise_not", "logical_not"), operator.invert),
     "where": _where,
 }
+_COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -354,6 +362,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "remainder": operator.mod,
     "minimum": _each_end(np.minimum),
     "maximum": _each_end(np.maximum),
-    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+    **_COMPARISONS,
     **_OF_BOOLS,
 }

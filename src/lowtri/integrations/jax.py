@@ -291,7 +291,8 @@ def _attend(
     mask, arguments = options[0], _arguments(options[1:])
     if masks:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, N, T, H)
-        mask, arguments["q_positions"] = _mask_nn(mask, *masks, q.shape[2], k.shape[2])
+        visible, q_lengths, k_lengths = masks
+        mask, arguments["q_positions"] = _mask_nn(mask, visible, q_lengths, k_lengths, q.shape[2], k.shape[2])
     results: Any = attend(q, k, v, mask, bias=bias, sinks=sinks, **arguments)
     results = results if arguments["return_lse"] else (results,)
     return tuple(x.transpose(1, 2) for x in results) if masks else results
