@@ -62,6 +62,7 @@ REFUSED = {
         r"serves a whole number of query heads\.\nFix: the heads stand third from the end",
     ),
     "more key heads than query heads": ((KV, X, X), {}, "each key/value head serves a whole number of query heads"),
+    "k is None": ((X, None, X), {}, "q is a NumPy array and k is NoneType. Fix: pass all of one kind"),
     "key and value heads": ((X, KV, X), {}, "each key/value head serves a whole number of query heads"),
     "no key heads": ((X, X[:, :0], X[:, :0]), {}, "each key/value head serves a whole number of query heads"),
     "no query heads": ((X[:, :0], X, X), {}, "each key/value head serves a whole number of query heads"),
@@ -95,6 +96,11 @@ REFUSED = {
         (X, X, X),
         {"bias": np.ones((5, 4))},
         r"bias is \(5, 4\), which does not broadcast against \(B, Hq, Nq, Nk\) = \(2, 4, 5, 5\)",
+    ),
+    "bias turned, more queries than keys": (
+        (X, X[:, :, :3], X[:, :, :3]),
+        {"bias": np.ones((5, 4))},
+        r"bias is \(5, 4\), which does not broadcast against \(B, Hq, Nq, Nk\) = \(2, 4, 5, 3\)",
     ),
     "bias by heads first": (
         (X, X, X),

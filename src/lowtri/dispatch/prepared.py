@@ -219,7 +219,7 @@ def _tensors() -> Any:
 
 def _is_decode(arrays: Any) -> bool:
     """Whether few queries without gradients read keys, so that one prepared call may serve any number of these."""
-    _, (q, *_), (k, *_), (v, *_), bias, sinks = arrays
+    settings, (q, *_), (k, *_), (v, *_), bias, sinks = arrays
     if (
         not 2 < len(q) < 5
         or q[-2] >= FEW_QUERIES
@@ -228,10 +228,10 @@ def _is_decode(arrays: Any) -> bool:
         or bias is not None
     ):
         return False
-    settings = arrays[0]
-    if type(settings) is tuple and settings[1] and any(x is not None and x[3] for x in arrays[1:]):
+    is_numpy = type(settings) is int
+    if not is_numpy and settings[1] and any(x is not None and x[3] for x in arrays[1:]):
         return False  # gradients are recorded
-    return sinks is None or sinks[2] in ((1,), (sinks[1].itemsize,))
+    return sinks is None or sinks[2] == (sinks[1].itemsize if is_numpy else 1,)  # kernels read them so
 
 
 def _without_keys(arrays: Any) -> Hashable:

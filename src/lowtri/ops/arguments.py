@@ -45,6 +45,8 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
     q, k, v = (_in_four(x, rank, lead) for x in (q, k, v))
     (rows, heads, nq, size), nk = q.shape, k.shape[2]
     _check_batch(mask, rank, rows, heads)
+    if bias is not None and not isinstance(bias, DistanceBias):
+        bias = _checked_bias(plain_array("bias", bias), q, (rows, heads, nq, nk), lead)
     if sinks is not None:
         sinks = _checked_sinks(plain_array("sinks", sinks), q, heads)
     if scale is not None and not math.isfinite(_number("scale", scale)):
@@ -69,12 +71,10 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
     if mask.row_lengths:
         end = 1 + max((int(x.max()) for x in (queries, keys) if x.size), default=-1)
         check_row_lengths("attention", mask, end, whole=not given)
-    distance_low, pairs, leading = None, (nq, nk), lead
+    distance_low = None
     if isinstance(bias, DistanceBias):
         distance_low, bias = distances_of(bias, queries, keys)
-        pairs, leading = (1, bias.shape[3]), ()
-    if bias is not None:
-        bias = _checked_bias(plain_array("bias", bias), q, (rows, heads, *pairs), leading)
+        bias = _checked_bias(plain_array("bias", bias), q, (rows, heads, 1, bias.shape[3]), ())
     inputs = Inputs(q, k, v, bias, sinks)
     records, opaque, transformation = False, None, None
     if not is_numpy:
