@@ -197,6 +197,14 @@ def test_a_callable_gets_ids_of_the_prompts_type():
     assert kinds == [torch.Tensor] * 2 + [np.ndarray] * 2 + [torch.Tensor]
 
 
+def test_a_callable_gets_nothing_but_ids():
+    def counts(ids, logits_to_keep=None):
+        assert logits_to_keep is None
+        return np.eye(10)[(ids + 1) % 10]
+
+    assert list(generate(counts, [3], 2)) == [4, 5]
+
+
 def test_dropout_is_off_for_a_step_and_on_between_steps():
     model = torch.nn.Sequential(torch.nn.Embedding(10, 10), torch.nn.Dropout(0.5), torch.nn.Identity())
     model[2].eval()

@@ -298,3 +298,12 @@ def test_an_append_of_no_tokens_and_a_shift_of_an_empty_cache_change_nothing(mas
     cache.append(three, three)
     cache.append(nothing, nothing)
     assert (cache.held, cache.evicted, cache.length) == (3, 0, 3)
+
+
+def test_a_shift_that_moves_nothing_leaves_the_default_positions():
+    cache = lowtri.KVCache("causal")
+    token = np.zeros((2, 1, 8))
+    cache.append(token, token)
+    cache.shift(0)
+    cache.append(token, token)
+    assert cache.contiguous

@@ -123,6 +123,20 @@ def attention_case(group: Any, case: Case) -> dict[str, Any]:
     }
 
 
+def bias_under_autocast(group: Any) -> torch.dtype:
+    """The type in which a learned bias is computed where half types are asked for."""
+    context = ContextParallel(plan_shards("causal", 64, dist.get_world_size(group), block=64), group)
+    x, weight, types = torch.randn(1, 1, 64, 8), torch.ones(1, 1, requires_grad=True), []
+
+    def bias(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        types.append((torch.ones(1, 1) @ weight).dtype)
+        return weight * (k - q)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        context.attention(x, x, x, bias=bias)
+    return types[0]
+
+
 def hidden_garbage(group: Any) -> dict[str, Any]:
     """Documents on different ranks; NaN in keys that nobody sees and in blocks that only their owner sees."""
     n = 512

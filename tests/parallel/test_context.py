@@ -16,6 +16,7 @@ from on_ranks import (
     absent,
     attention_case,
     bias_function,
+    bias_under_autocast,
     functions_as_masks,
     hidden_garbage,
     killed,
@@ -145,6 +146,10 @@ def test_a_layer_keeps_its_own_tokens_only(ranks: Ranks) -> None:
     assert [part["kept"] for part in few] == [part["kept"] for part in many] == [own] * 4
     assert all(part["kept"] == own + 512 * 2 * 16 * 8 for part in kept)
     assert [part["messages"] for part in many] == [3] * 4 and [part["messages"] for part in kept] == [2] * 4
+
+
+def test_a_bias_is_not_computed_in_half_types(ranks: Ranks) -> None:
+    assert ranks.run(bias_under_autocast, size=1) == [torch.float32]
 
 
 def test_garbage_that_nobody_sees_changes_nothing(ranks: Ranks) -> None:

@@ -212,6 +212,8 @@ def test_shards_that_need_each_other() -> None:
             SequentialShards(plan)
     alone = lt.documents(lengths=[128, 128, 256])
     assert SequentialShards(plan_shards(alone, 512, 2, block=64, way="contiguous"))._order == [0, 1]
+    pairs = lt.causal() & lt.documents(lengths=[256, 256])  # 2 needs nothing, and still comes after 1
+    assert SequentialShards(plan_shards(pairs, 512, 4, block=128, way="contiguous"))._order == [0, 1, 2, 3]
     backwards = np.array([2, 2, 1, 1, 0, 0])  # owners in any order, if one can be first
     plan = plan_shards("causal", 384, 3, block=64, owner=backwards)
     assert SequentialShards(plan)._order == [2, 1, 0]

@@ -384,18 +384,12 @@ class Layer:
 
     def write(self, start: int, k: Any, v: Any) -> None:
         """Write new tokens to the slots from ``start`` on."""
-        for buffer, new in ((self.keys, k), (self.values, v)):
-            new = new.detach() if getattr(new, "requires_grad", False) else new
-            if isinstance(buffer, np.ndarray):
-                buffer[..., start : start + new.shape[-2], :] = new
-            else:  # in half the time of an index
-                buffer.narrow(-2, start, new.shape[-2]).copy_(new)
+        _write(self.keys, start, k)
+        _write(self.values, start, v)
 
     def move(self, slots: Slots, capacity: int) -> None:
         """New buffers with the old slots at their front."""
-        k, v = self.keys[..., slots, :], self.values[..., slots, :]
-        self.keys, self.values = _empty(k, capacity), _empty(v, capacity)
-        self.write(0, k, v)
+        self.keys, self.values = (_enlarged(x[..., slots, :], capacity) for x in (self.keys, self.values))
 
     def pick(self, rows: NDArray[np.int64]) -> None:
         """Row i becomes a copy of row ``rows[i]``."""
@@ -440,6 +434,20 @@ def _empty(like: Any, capacity: int) -> Any:
 
     with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
         return torch.zeros(shape, dtype=like.dtype, device=like.device)  # free slots are returned, too
+
+
+def _enlarged(tokens: Any, capacity: int) -> Any:
+    buffer = _empty(tokens, capacity)
+    _write(buffer, 0, tokens)
+    return buffer
+
+
+def _write(buffer: Any, start: int, new: Any) -> None:
+    new = new.detach() if getattr(new, "requires_grad", False) else new
+    if isinstance(buffer, np.ndarray):
+        buffer[..., start : start + new.shape[-2], :] = new
+    else:  # in half the time of an index
+        buffer.narrow(-2, start, new.shape[-2]).copy_(new)
 
 
 def _plain(name: str, x: Any) -> Any:

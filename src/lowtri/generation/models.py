@@ -60,7 +60,7 @@ class NextLogits:
         self._pads = own_cache or self._of_transformers or "positions" in self._names
         self._torch_ids = torch_ids or self._pads or _is_module(model)
         # Of a long prompt, the logits of other tokens than the last are large and unused.
-        self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._names else {}
+        self._options: dict[str, Any] = {"logits_to_keep": 1} if self._pads and "logits_to_keep" in self._names else {}
         if own_cache:
             self._options["cache"] = stepwise_cache(model, rows)
         self._rows: list[list[int]] = [[] for _ in range(rows)]  # without a cache: all tokens

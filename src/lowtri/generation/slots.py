@@ -145,7 +145,7 @@ class SlotAllocator:
         self.positions[:, used] = after
         self.next = self.next - back
         self._complete_from = np.where(evicted.any(1) | (back > 0), first - back, self._complete_from)
-        self._gaps = True
+        self._gaps = self._gaps or bool((after < 0).any())
         return moved
 
     def _check_shift(self, before: NDArray[np.int64], after: NDArray[np.int64], back: NDArray[np.int64]) -> None:

@@ -192,11 +192,11 @@ class ContextParallel(ShardedSequence):
         overlap = q.dtype in (torch.float32, torch.float64) if self.overlap is None else self.overlap
         call = _Call(self._exchanges[index], self.plan.masks[index], self.positions, bias, options, overlap, self.keep)
         biases: list[Tensor | None] = []
-        if bias is not None and torch.is_grad_enabled():
-            biases = [bias_of_positions(bias, self.positions, keys, q.device) for keys in call.key_positions()]
-            if not any(part is not None and part.requires_grad for part in biases):
-                biases = []  # computed again when it is needed, since it has a number for each pair
         with without_autocast(device or autocast_device(q)):
+            if bias is not None and torch.is_grad_enabled():
+                biases = [bias_of_positions(bias, self.positions, keys, q.device) for keys in call.key_positions()]
+                if not any(part is not None and part.requires_grad for part in biases):
+                    biases = []  # computed again when it is needed, since it has a number for each pair
             output, lse = _Attend.apply(call, q, k, v, sinks, *biases)
         return output, lse
 

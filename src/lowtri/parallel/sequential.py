@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,24 +197,27 @@ def _value(loss: Any) -> Tensor:
 
 
 def order_of_shards(plan: ShardPlan) -> list[int]:
-    """The shards that hold tokens, each after those whose keys it needs.
+    """The shards that hold tokens, each after those whose keys it needs; of several that could come next the first.
 
     Raises:
         CallError: if some need each other's keys.
     """
-    order: TopologicalSorter[int] = TopologicalSorter()
-    for shard in np.unique(plan.owner).tolist():
-        order.add(shard)
-        for runs in plan.needed:
-            order.add(shard, *set(plan.owner[runs.blocks(shard)].tolist()) - {shard})
-    try:
-        return list(order.static_order())
-    except CycleError as error:
-        names = ", ".join(map(str, sorted(set(error.args[1]))[:4]))
-        raise CallError(
-            f"SequentialShards: the shards {names} of {plan.way!r} need each other's keys, so none of them can come first.\n"
-            'Fix: plan_shards(..., way="contiguous"), and a mask under which no query sees a later key.'
-        ) from None
+    needs: dict[int, set[int]] = {shard: set() for shard in np.unique(plan.owner).tolist()}
+    for runs in plan.needed:
+        for shard, needed in needs.items():
+            needed.update(set(plan.owner[runs.blocks(shard)].tolist()) - {shard})
+    order: list[int] = []
+    while needs:
+        ready = next((shard for shard, needed in needs.items() if needed <= set(order)), None)
+        if ready is None:
+            names = ", ".join(map(str, list(needs)[:4])) + (" and more" if len(needs) > 4 else "")
+            raise CallError(
+                f"SequentialShards: the shards {names} of {plan.way!r} need each other's keys, so none of them can come first.\n"
+                'Fix: plan_shards(..., way="contiguous"), and a mask under which no query sees a later key.'
+            )
+        order.append(ready)
+        del needs[ready]
+    return order
 
 
 class EarlierKeys(NamedTuple):
