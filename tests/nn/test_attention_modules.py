@@ -162,7 +162,7 @@ def test_a_cache_does_not_change_the_outputs(mask, theta):
         ({"num_heads": 3}, "d_model 8 is not a multiple of num_heads 3. Fix: change one of them, or pass head_dim="),
         ({"num_heads": 4, "num_kv_heads": 3}, "each key/value head serves an equal number of query heads"),
         ({"num_heads": 8, "rope_theta": 1e4}, "head_dim is 1, but rotary embedding rotates entries in pairs"),
-        ({"num_heads": 0}, "num_heads 0"),
+        ({"num_heads": 0}, "num_heads 0, num_kv_heads 0: each key/value head"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options, words):

@@ -16,6 +16,7 @@ from lowtri.errors import DataError
 from lowtri.files import write_atomically
 from lowtri.nn import Decoder, DecoderConfig, GPT2Config
 from lowtri.nn.checkpoint import load, save
+from lowtri.nn.hf_config import from_json, to_json
 from lowtri.training.corpus import learn
 from rounding import with_rounding
 
@@ -220,10 +221,18 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o644}
 
 
-@pytest.mark.parametrize("sizes", [{"head_dim": 16}, {"num_key_value_heads": 2}])
+@pytest.mark.parametrize("sizes", [{"head_dim": 16}, {"num_key_value_heads": 2}, {"hidden_size": 30, "head_dim": 8}])
 def test_a_gpt2_that_config_json_cannot_describe_is_not_saved(sizes: dict[str, int], tmp_path: Path) -> None:
     """transformers has no key for these, so they would be lost."""
-    model = Decoder(GPT2Config(50, 32, num_hidden_layers=1, max_position_embeddings=16, **sizes))
+    model = Decoder(
+        GPT2Config(50, **{"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 16} | sizes)
+    )
     with pytest.raises(DataError, match=r"save: .*head_dim .*num_key_value_heads .*\nFix: GPT2Config without head_dim"):
         save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_gpt2_does_not_have_neither_stops_writing_nor_reading_it(tmp_path: Path) -> None:
+    config = GPT2Config(50, 32, 128, num_hidden_layers=1, max_position_embeddings=16, rope_layers=(True,))
+    content = to_json(config) | {"rope_scaling": "none", "rope_parameters": {"partial_rotary_factor": 0.5}}
+    assert from_json(content, tmp_path) == replace(config, rope_layers=None)

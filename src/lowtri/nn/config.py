@@ -146,8 +146,8 @@ def head_size(owner: str, given: int | None, rotary: bool, sizes: Mapping[str, i
     (width, d), (heads, count), (kv_heads, kv_count) = sizes.items()
     if min(d, count, kv_count) < 1 or count % kv_count:
         raise CallError(
-            f"{owner}: {width} is {d}, and {heads} {count} is not a multiple of {kv_heads} {kv_count}: "
-            "each key/value head serves an equal number of query heads.\nFix: all at least 1, one a multiple of the other."
+            f"{owner}: {width} {d}, {heads} {count}, {kv_heads} {kv_count}: each key/value head serves an equal number "
+            f"of query heads.\nFix: sizes of at least 1, {heads} a multiple of {kv_heads}."
         )
     if given is None and d % count:
         raise CallError(

@@ -118,7 +118,7 @@ def _decoder_config(content: Mapping[str, Any], path: Path, mask_text: str | Non
     if not isinstance(kind, str) or kind not in _KINDS:
         raise DataError(f"{path}: got model_type {kind!r:.60}; lowtri's Decoder reads {', '.join(_KINDS)}")
     # transformers 5 has rope_parameters, earlier versions rope_scaling.
-    rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
+    rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})} if kind != "gpt2" else {}
     for key, supported in _SUPPORTED.items():
         for value in (content.get(key), rope.get(key)):
             if value is not None and value not in supported:
@@ -220,22 +220,22 @@ def to_json(config: DecoderConfig | RecurrentConfig) -> dict[str, Any]:
     """
     if isinstance(config, RecurrentConfig):
         return {"model_type": _RECURRENT, **asdict(config), "lowtri_mask": config.mask}
+    if isinstance(config, GPT2Config):
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if heads != kv_heads or heads * size != config.hidden_size:
+            raise DataError(
+                f"save: GPT-2's config.json has no keys for head_dim {size} and num_key_value_heads {kv_heads} "
+                f"with hidden_size {config.hidden_size} and num_attention_heads {heads}.\n"
+                "Fix: GPT2Config without head_dim and num_key_value_heads, or a DecoderConfig."
+            )
+        return _written(config, "gpt2", None)
     n = _window_size(config)
-    gpt2 = isinstance(config, GPT2Config)
-    kinds = ("llama", "qwen2", "qwen3", "smollm3") if n is None else ("mistral", "qwen2", "qwen3")
-    for kind in ("gpt2",) if gpt2 else kinds:
+    for kind in ("llama", "qwen2", "qwen3", "smollm3") if n is None else ("mistral", "qwen2", "qwen3"):
         content = _written(config, kind, n)
         read = _decoder_config(content, Path("config.json"), config.mask)
-        names = _SIZES if gpt2 else [*_SIZES, *_BIASES, "qk_norm"]
-        same = all(getattr(read, name) == getattr(config, name) for name in names)
+        same = all(getattr(read, name) == getattr(config, name) for name in (*_BIASES, "qk_norm"))
         if same and (read.rope_layers is None) == (config.rope_layers is None):
             return content
-    if gpt2:
-        raise DataError(
-            f"save: GPT-2's config.json has no keys for head_dim {config.head_dim} and num_key_value_heads "
-            f"{config.num_key_value_heads} with hidden_size {config.hidden_size} and num_attention_heads "
-            f"{config.num_attention_heads}.\nFix: GPT2Config without head_dim and num_key_value_heads, or a DecoderConfig."
-        )
     raise DataError(
         "save: no model_type of transformers has this decoder's biases, norms and mask together:\n"
         f"  qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, mlp_bias {config.mlp_bias}, "
