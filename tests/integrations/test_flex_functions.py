@@ -117,3 +117,41 @@ def test_what_a_trace_says_of_a_tile_holds_for_its_pairs(fn):
         says, pairs = bounds_of(traced, *edges), visible[q : q + n, k : k + n]
         assert pairs.all() or not np.all(says.every)
         assert not pairs.any() or np.all(says.some)
+
+
+@pytest.mark.parametrize(
+    ("fn", "empty"),
+    [
+        (lambda b, h, q, k: (q >= k) * (q - k < 8), True),  # products, and the larger of two: conditions as numbers
+        (lambda b, h, q, k: torch.minimum(q >= k, q - k < 8), True),
+        (lambda b, h, q, k: EDGES[None][0, q // 20] == EDGES[None][0, k // 20], True),  # a number among the indices
+        (lambda b, h, q, k: torch.where(q % 2 == 0, q >= k, k <= q), True),
+        (lambda b, h, q, k: q + (2**63 - 20) >= k, False),  # Python's numbers may be greater than those of arrays
+        (lambda b, h, q, k: torch.stack([q, k])[0] >= q.new_full((), 0), False),
+    ],
+)
+def test_tiles_are_decided_without_evaluating_pairs(fn, empty):
+    mask = function_mask(fn, (1, 1, 64, 64), "cpu")
+    assert mask.batch == () and (mask.tile(0, 16, 40, 64) == lowtri.Tile.EMPTY) == empty
+
+
+def test_numbers_read_from_lists_of_indices_decide_nothing():
+    assert trace(lambda b, h, q, k: torch.tensor([q, k])[0] >= 0, "cpu") is None
+    assert trace(lambda b, h, q, k: q.new_tensor([k])[0] >= 0, "cpu") is None
+    assert trace(lambda b, h, q, k: torch.tensor([1, 2])[0] <= q, "cpu") is not None
+
+
+def test_arrays_that_share_memory_are_read_at_each_new_block_mask():
+    array = np.zeros(64, np.int64)
+    ids = torch.from_numpy(array)
+    q = torch.randn(1, 1, 64, 8)
+
+    def same(b, h, q, k):
+        return ids[q] == ids[k]
+
+    for make in (lambda: same, lambda: lambda b, h, q, k: ids[q] == ids[k]):
+        for edge in (0, 20, 40):
+            array[edge:] = edge
+            found = flex_attention(q, q, q, block_mask=create_block_mask(make(), None, None, 64, 64, device="cpu"))
+            expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, ids[:, None] == ids)
+            torch.testing.assert_close(found, expected)

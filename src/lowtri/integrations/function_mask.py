@@ -3,14 +3,16 @@
 A function is traced to the operations of torch that it runs; nothing is inferred from names or source code. Evaluated on ranges of
 indices (:class:`~lowtri.masks.tile.Interval`), they decide tiles. Functions that cannot be traced, and other operations or floats,
 leave a tile PARTIAL: the function is evaluated pair by pair there. Masks whose functions run the same operations on the same numbers
-are equal.
+are equal; those that read arrays are equal to themselves only, since arrays that share memory may change unnoticed.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ class FunctionMask(Mask):
         batch: the batch rows and heads that it is defined for; ``()`` where it is the same in all of them.
         size: Nq and Nk, the indices that may be used.
         b, h: the batch row and the head of an unbatched mask.
+        kept: what was worked out for tiles.
     """
 
     key: Any
@@ -53,6 +56,7 @@ class FunctionMask(Mask):
     size: tuple[int, int] = (POSITION_MAX, POSITION_MAX)
     b: int = 0
     h: int = 0
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def _at(self, b: int, h: int) -> Mask:
         return replace(self, batch=(), b=b, h=h)
@@ -62,7 +66,7 @@ class FunctionMask(Mask):
         # The result at position -1 is not used, and positions past the last index do not occur; but an index must lie inside.
         q, k = within(q, self.size[0]), within(k, self.size[1])
         if isinstance(q, Interval):
-            return Truth(False, True) if self.traced is None else bounds_of(self.traced, q, k, self.b, self.h)
+            return bounds_of(self.traced, q, k, self.b, self.h, self.kept) if self.traced else Truth(False, True)
         q, k = (torch.from_numpy(np.broadcast_to(x, shape).flatten()) for x in (q, k))
         b, h = (torch.tensor(i, device=self.device) for i in (self.b, self.h))
         visible = np.empty(len(q), bool)
@@ -87,11 +91,11 @@ class Node:
         name: of the input or of the operation without its overload, as ``add``; empty for a captured tensor.
         dtype: of the value.  device: where it is.
         reads: the inputs on which the value depends.
-        key: of an input or a captured tensor: equal for equal values.
+        key: of an input or a captured number: equal for equal values; None for a captured array.
         call, args, kwargs: the operation.
         value: the captured tensor.
         before: all nodes up to this one, in order.
-        kept: what was worked out for tiles.
+        kept: what was worked out from it.
     """
 
     name: str
@@ -115,13 +119,16 @@ class Node:
         return [node for node in self.before if node in nodes]
 
     def program(self) -> tuple[Any, ...]:
-        """Equal for nodes with equal values, whatever the indices, as long as no captured tensor changes in place."""
+        """Equal for nodes with equal values, whatever the indices; of one that reads an array, equal to nothing else."""
         number = {node: i for i, node in enumerate(self.needed())}
-        return tuple(
-            node.key
-            or (node.call, node.dtype, _mapped((node.args, *node.kwargs.items()), Node, lambda x: (None, number[x])))
-            for node in number
-        )
+
+        def key(node: Node) -> Any:
+            if node.call is None:
+                return object() if node.key is None else node.key
+            arguments = _mapped((node.args, *node.kwargs.items()), Node, lambda x: (None, number[x]))
+            return node.call, node.dtype, arguments
+
+        return tuple(map(key, number))
 
     def at(self, **inputs: Tensor) -> Tensor:
         """The value, from the values of the inputs that it reads."""
@@ -158,7 +165,21 @@ def _mapped(x: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 @outside_graph
 def trace(function: Callable[..., Any], device: Any, *, of_score: bool = False) -> Node | None:
-    """The result of a mask function or, with ``of_score``, of a score_mod; None where it cannot be traced."""
+    """The result of a mask function or, with ``of_score``, of a score_mod; None where it cannot be traced.
+
+    It is kept while the function lives and what it reads is unchanged.
+    """
+    environment = _environment(function, ())
+    if environment is None:
+        return _traced(function, device, of_score)
+    environment += [str(device), of_score, torch.get_default_dtype()]
+    kept = _TRACES.get(function)
+    if kept is None or not _same(kept[0], environment):
+        kept = _TRACES[function] = environment, _traced(function, device, of_score)
+    return kept[1]
+
+
+def _traced(function: Callable[..., Any], device: Any, of_score: bool) -> Node | None:
     recorder, indices = _Recorder(), [torch.zeros((), dtype=torch.int64, device=device) for _ in INDICES]
     inputs = dict(zip(INDICES, indices, strict=True))
     if of_score:
@@ -171,6 +192,52 @@ def trace(function: Callable[..., Any], device: Any, *, of_score: bool = False) 
     except Exception:  # whatever the function does that a trace cannot follow: it is evaluated instead
         return None
     return recorder.nodes.get(id(result))
+
+
+# function -> (what it read when it was traced, its trace)
+_TRACES: weakref.WeakKeyDictionary[Any, tuple[list[Any], Node | None]] = weakref.WeakKeyDictionary()
+_MODULES = ("torch", "torch.nn.functional", "math", "numpy", "operator")  # other modules may hold settings that change
+
+
+def _environment(function: Any, inside: tuple[Any, ...]) -> list[Any] | None:
+    """What a function and those it calls read from outside; None where a change of that would not show, as in a list."""
+    if not isinstance(function, FunctionType) or len(inside) > 8:
+        return None
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    names = [name for name in _names(function.__code__) if name in function.__globals__]
+    environment: list[Any] = []
+    for value in (*cells, *defaults, *(function.__globals__[name] for name in names)):
+        if value is function or any(value is one for one in inside[:1]):
+            continue  # what is kept must not keep the function alive
+        more: list[Any] | None = []
+        if isinstance(value, Tensor):
+            more = None if (version := version_of(value)) is None else [version]
+        elif isinstance(value, FunctionType):
+            more = [] if value in inside else _environment(value, (*inside, function))  # functions that call each other
+        elif isinstance(value, ModuleType):
+            more = [] if value.__name__ in _MODULES else None
+        elif not isinstance(value, (int, float, str, BuiltinFunctionType, type(None))):
+            more = None
+        if more is None:
+            return None
+        environment += [value, *more]
+    return environment
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that code reads, also in the functions that it defines."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _same(old: list[Any], new: list[Any]) -> bool:
+    return len(old) == len(new) and all(
+        x is y or (isinstance(x, (int, float, str)) and type(x) is type(y) and x == y)
+        for x, y in zip(old, new, strict=True)
+    )
 
 
 class _UnknownError(Exception):
@@ -217,9 +284,11 @@ class _Recorder(TorchDispatchMode):
     def _node(self, x: Tensor) -> Node:
         if id(x) in self.nodes:
             return self.nodes[id(x)]
-        version = version_of(x)
-        key = (x.dtype, x.item()) if x.ndim == 0 else (id(x), object() if version is None else version)
-        return self.add(x, key=key, value=x)
+        return self.add(x, key=None if x.ndim else (x.dtype, x.item()), value=x)
+
+
+_READERS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__)  # of numbers, which no operation shows
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)  # which read those of tensors in lists
 
 
 class _Indexing(TorchFunctionMode):
@@ -228,17 +297,27 @@ class _Indexing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if index and all(isinstance(x, Tensor) for x in index):
-                return torch.ops.aten.index.Tensor(args[0], list(index))
-        if func in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
+            if any(isinstance(x, Tensor) for x in index) and all(
+                isinstance(x, Tensor) or type(x) is int for x in index
+            ):
+                return torch.ops.aten.index.Tensor(args[0], [torch.as_tensor(x, device=args[0].device) for x in index])
+        if func in _READERS:
             raise _UnknownError
+        if func in _MAKERS:
+            _mapped([x for x in (*args, *(kwargs or {}).values()) if isinstance(x, (list, tuple))], Tensor, _refuse)
         return func(*args, **(kwargs or {}))
+
+
+def _refuse(x: Tensor) -> None:
+    raise _UnknownError
 
 
 # Interval arithmetic.
 
 
-def bounds_of(node: Node, q: Interval, k: Interval, b: int = 0, h: int = 0) -> Truth:
+def bounds_of(
+    node: Node, q: Interval, k: Interval, b: int = 0, h: int = 0, kept: dict[Any, Any] | None = None
+) -> Truth:
     """Whether a node is true for every, and whether for some of these q and k.
 
     The answer is (False, True) where an operation is not known, an index lies outside of its tensor, or a number is large.
@@ -246,31 +325,32 @@ def bounds_of(node: Node, q: Interval, k: Interval, b: int = 0, h: int = 0) -> T
     if np.any(q.high > _LARGEST) or np.any(k.high > _LARGEST):
         return Truth(False, True)
     values: dict[Node, Any] = {}
+    kept = {} if kept is None else kept
     try:
         for one in node.needed():
-            values[one] = result = _bounds(one, values, q, k, b, h)
-            ends = (result.low, result.high) if isinstance(result, Interval) else ()
+            values[one] = result = _bounds(one, values, q, k, b, h, kept)
+            ends = (result.low, result.high) if isinstance(result, Interval) else (result,) * (type(result) is int)
             if any(np.any((end > _LARGEST) | (end < -_LARGEST)) for end in ends):
                 raise _UnknownError
-    except (_UnknownError, TypeError):  # intervals have no rule for it
+    except (_UnknownError, TypeError, OverflowError):  # intervals have no rule for it
         return Truth(False, True)
     result = values[node]
     return result if isinstance(result, Truth) else Truth(result is True, result is not False)
 
 
-def _bounds(node: Node, values: dict[Node, Any], q: Interval, k: Interval, b: int, h: int) -> Any:
+def _bounds(node: Node, values: dict[Node, Any], q: Interval, k: Interval, b: int, h: int, kept: dict[Any, Any]) -> Any:
     """The range of a node, from those of its arguments; a number or a tensor where it does not depend on q and k."""
     if not node.reads & {"q", "k"}:
-        if (b, h) not in node.kept:
+        if (node, b, h) not in kept:
             with torch.no_grad():
                 fixed = node.at(b=torch.tensor(b, device=node.device), h=torch.tensor(h, device=node.device))
-            node.kept[b, h] = fixed.item() if fixed.ndim == 0 and fixed.dtype in _WHOLE else fixed
-        return node.kept[b, h]
+            kept[node, b, h] = fixed.item() if fixed.ndim == 0 and fixed.dtype in _WHOLE else fixed
+        return kept[node, b, h]
     if node.call is None:
         return q if node.name == "q" else k
     name, kwargs, args = node.name, dict(node.kwargs), _mapped(node.args, Node, values.__getitem__)
     if name == "index":
-        return _indexed(node, args[0], args[1], (b, h))
+        return _indexed(args[0], args[1], (node, b, h), kept)
     if name in ("_to_copy", "alias", "clone", "detach"):
         if node.dtype not in _WHOLE[1:] or kwargs.keys() - {"dtype", "memory_format"}:
             raise _UnknownError  # floats round, and smaller integers wrap
@@ -283,7 +363,9 @@ def _bounds(node: Node, values: dict[Node, Any], q: Interval, k: Interval, b: in
         raise _UnknownError
     args = [Truth(x, x) if isinstance(x, bool) else x for x in args]
     result = _OPERATIONS[name](*(args if name in _OF_BOOLS else map(_number, args)))
-    if isinstance(result, Truth) != (node.dtype == torch.bool):  # True + True is True
+    if node.dtype == torch.bool and isinstance(result, Interval):
+        return result >= 1  # True + True is True
+    if isinstance(result, Truth) and node.dtype != torch.bool:
         raise _UnknownError
     return result
 
@@ -295,7 +377,7 @@ def _number(x: Any) -> Any:
     return Interval(x.every + 0, x.some + 0) if isinstance(x, Truth) else x
 
 
-def _indexed(node: Node, tensor: Any, indices: tuple[Any, ...], row_and_head: tuple[int, int]) -> Any:
+def _indexed(tensor: Any, indices: tuple[Any, ...], key: tuple[Node, int, int], kept: dict[Any, Any]) -> Any:
     """A tensor at indices of which one varies."""
     varying = [i for i, x in enumerate(indices) if isinstance(x, Interval)]
     fits = isinstance(tensor, Tensor) and tensor.dtype in _WHOLE and tensor.ndim == len(indices) and len(varying) == 1
@@ -305,10 +387,10 @@ def _indexed(node: Node, tensor: Any, indices: tuple[Any, ...], row_and_head: tu
         low, high = (x.low, x.high) if isinstance(x, Interval) else (x, x)
         if np.any(np.asarray(low) < 0) or np.any(np.asarray(high) >= n):
             raise _UnknownError
-    if row_and_head not in node.kept:
+    if key not in kept:
         along = tensor[tuple(slice(None) if isinstance(x, Interval) else x for x in indices)]
-        node.kept[row_and_head] = RangeMinMax(along.detach().cpu().numpy().astype(np.int64))
-    found: Interval = node.kept[row_and_head][indices[varying[0]]]
+        kept[key] = RangeMinMax(along.detach().cpu().numpy().astype(np.int64))
+    found: Interval = kept[key][indices[varying[0]]]
     return found if tensor.dtype != torch.bool else found >= 1
 
 
@@ -336,7 +418,7 @@ def _each_end(choose: Any) -> Callable[[Any, Any], Interval]:
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(x, Truth):
-        return (condition & x) | (~condition & y)
+        return (condition & x) | (~condition & y) | (x & y)  # the last, where the condition is not decided
     x, y = (z if isinstance(z, Interval) else Interval(z, z) for z in (x, y))
     low = np.where(condition.every, x.low, np.where(condition.some, np.minimum(x.low, y.low), y.low))
     return Interval(

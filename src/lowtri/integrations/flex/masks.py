@@ -171,18 +171,17 @@ def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
             "Fix: create_block_mask with these sizes (B or H of 1 or None stand for any)."
         )
     fn, device = blocks.mask_mod, blocks.kv_num_blocks.device
-    function = function_mask(fn, shape, device)
     lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
-    key = function, *[None if x is None else (id(x), version_of(x)) for x in lists]
+    key = shape, trace(fn, device), fn, *[None if x is None else (id(x), version_of(x)) for x in lists]
     kept = _MASKS.get(blocks)
     if kept is None or kept[0] != key:
         listed, whole = (_listed(blocks, *pair) for pair in (lists[:2], lists[2:]))
         sizes = blocks.BLOCK_SIZE
-        kept = _MASKS[blocks] = key, (Blocks(listed, sizes) & function) | Blocks(whole, sizes)
+        kept = _MASKS[blocks] = key, (Blocks(listed, sizes) & function_mask(fn, shape, device)) | Blocks(whole, sizes)
     return kept[1]
 
 
-# BlockMask -> (the function and the lists that it was read from, the mask)
+# BlockMask -> (the sizes, the function and the lists that it was read from, the mask)
 _MASKS: weakref.WeakKeyDictionary[BlockMask, tuple[Any, Mask]] = weakref.WeakKeyDictionary()
 
 
