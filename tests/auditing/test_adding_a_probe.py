@@ -35,9 +35,9 @@ def test_the_recipe(tmp_path: Path) -> None:
     (auditing / "swap.py").write_text(file, encoding="utf-8")
     text = (auditing / "audit.py").read_text(encoding="utf-8")
     text = text.replace(
-        "from lowtri.auditing.trial import", "from lowtri.auditing.swap import SWAP\nfrom lowtri.auditing.trial import"
+        "from lowtri.auditing.trial import", "from lowtri.auditing.swap import swap\nfrom lowtri.auditing.trial import"
     )
-    text = text.replace("    CHANGE,\n", f"    CHANGE,\n    {line.strip()}\n", 1)
+    text = text.replace("    change,\n", f"    change,\n    {line.strip()}\n", 1)
     (auditing / "audit.py").write_text(text, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", TRIAL], env=environment, cwd=tmp_path, capture_output=True, text=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.auditing.context import progress_line
+from lowtri.auditing.audit import progress_line
 from lowtri.auditing.loading import load_target
 from lowtri.auditing.report import cells, draw_text
 from lowtri.cli.main import main

@@ -1,43 +1,55 @@
-"""`audit`: read the arguments, measure the noise, run the probes, and report."""
+"""`audit`: read the arguments, run the trials, and report."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
+import operator
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.caches import CACHE, STATE
-from lowtri.auditing.conditions import CODE_PATHS, LONGER, TRAINING
-from lowtri.auditing.content import CHANGE, GRADIENT, POISON, PREFIX, SENSITIVITY
-from lowtri.auditing.context import Context, Options, check_arguments, check_memory, progress_line, vocabulary
-from lowtri.auditing.finding import Finding, Leak
-from lowtri.auditing.inputs import read_example
+from lowtri.auditing.caches import cache, state
+from lowtri.auditing.conditions import code_paths, longer, training
+from lowtri.auditing.context import Context, Options, vocabulary
 from lowtri.auditing.report import AuditReport
-from lowtri.auditing.rows import BATCH_ROWS, PACKING, PADDING, real_positions
-from lowtri.auditing.system import System, check_axes, redrawn
-from lowtri.auditing.trial import Trial, chosen_trials, nothing_ran, require_requested, run_trials, try_example
+from lowtri.auditing.system import System, check_axes, module_behind, parameters, read_example, redrawn
+from lowtri.auditing.trial import Finding, Leak, Trial, chosen_trials, nothing_ran, require_requested, run_trials
+from lowtri.auditing.trials import (
+    batch,
+    change,
+    gradient,
+    packing,
+    padding,
+    poison,
+    prefix,
+    real_positions,
+    sensitivity,
+)
+from lowtri.errors import CallError
+from lowtri.extras import require
 from lowtri.masks import Mask, as_mask, causal
 from lowtri.masks.label_masks import check_row_lengths
 
 TRIALS: tuple[Trial, ...] = (  # in the order in which they run
-    CHANGE,
-    GRADIENT,
-    PREFIX,
-    BATCH_ROWS,
-    PADDING,
-    PACKING,
-    CACHE,
-    CODE_PATHS,
-    TRAINING,
-    LONGER,
-    STATE,
-    POISON,
-    SENSITIVITY,
+    change,
+    gradient,
+    prefix,
+    batch,
+    padding,
+    packing,
+    cache,
+    code_paths,
+    training,
+    longer,
+    state,
+    poison,
+    sensitivity,
 )
 
 
@@ -124,51 +136,49 @@ def audit(
     inputs, signature = read_example(
         example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis
     )
-    check_memory(max(inputs.n, length or 0))
+    _check_memory(max(inputs.n, length or 0))
     if isinstance(mask, Mask | str):
         check_row_lengths("audit", as_mask(mask), inputs.n)
-    audited = redrawn(model, 0.15 if redraw is True else float(redraw), seed) if redraw else model
-    system = System(audited, signature, output, output_axis, bool(train), seed)
+    system = System(redrawn(model, redraw, seed), signature, output, output_axis, bool(train), seed)
     declared, hidden = options.declared(inputs.n, inputs.batch)
     real = real_positions(inputs, signature.prefix, pad_mask) & ~hidden
     findings: list[Finding] = []
     notes: list[str] = []
     with system.prepared():
         pristine = None
-        if STATE in chosen and system.model is system.module:
+        if state in chosen and system.model is system.module:
             with contextlib.suppress(Exception):  # not every model can be copied
                 pristine = copy.deepcopy(system.model)
-        ids = vocabulary(system, inputs, vocab_size)
-        allowed, show = declared & real[:, None, :], progress_line(progress, started)
-        context = Context(system, inputs, allowed, declared, real, options, ids, show, pristine=pristine)
-        try_example(context)
+        ids, show = vocabulary(system, inputs, vocab_size), progress_line(progress, started)
+        context = Context(system, inputs, declared, real, options, ids, show, pristine=pristine)
+        noise = context.try_example()
         if position_axis is None and batch_axis == "auto":
             check_axes(system, inputs, seed)
         mode = context.mode
-        if context.noise.broken is None:
+        if noise.broken is None:
             findings, notes = run_trials(context, chosen)
             findings, unused = require_requested(findings, TRIALS, options)
             notes += unused
         elif pristine is not None and not np.isnan(context.base[real]).any():
-            findings = [f for f in run_trials(context, [STATE])[0] if f.status == "leak"]
+            findings = [f for f in run_trials(context, [state])[0] if f.status == "leak"]
         show("", 0)
-    leaks: dict[tuple[int, int, int], Leak] = {}
+    leaks: dict[tuple[int, int, int], Leak] = {}  # one for each pair, from the first probe that found it
     for leak in (leak for finding in findings for leak in finding.leaks):
-        leaks.setdefault(
-            (leak.query, leak.key, -1 if leak.paired else leak.row), leak
-        )  # one for each pair, from the first probe that found it
+        leaks.setdefault((leak.query, leak.key, -1 if leak.paired else leak.row), leak)
     undecided = [f"{finding.probe}: {finding.message}" for finding in findings if finding.status == "undecided"]
+    text = mask if isinstance(mask, str) else f"a table of {mask.shape}" if isinstance(mask, np.ndarray) else repr(mask)
     return AuditReport(
         model=getattr(model, "__name__", None) or type(model).__name__,
-        mask=_mask_text(mask, layers),
+        mask=text if layers is None else f"{text} x {layers} layers",
         n=inputs.n,
         batch=inputs.batch,
-        noise=context.noise,
+        noise=noise,
         findings=tuple(findings),
-        leaks=tuple(sorted(leaks.values(), key=_order)),
-        allowed=np.asarray(allowed.any(axis=0)),
+        # The example's own pairs of positions come before other conditions, and pairs before lengths, pads and neighbours.
+        leaks=tuple(sorted(leaks.values(), key=lambda k: (not k.direct, not k.paired, k.query, k.key))),
+        allowed=np.asarray(context.allowed.any(axis=0)),
         seen=context.seen,
-        reason=context.noise.broken or (undecided[0] if undecided else nothing_ran(findings)),
+        reason=noise.broken or (undecided[0] if undecided else nothing_ran(findings)),
         seconds=time.monotonic() - started,
         notes=tuple(notes + _notes(context, findings)),
         modes=(mode,) if mode else (),
@@ -190,15 +200,7 @@ def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
 def trial_table() -> str:
     """The trials as the Markdown table of docs/audit.md."""
     lines = ["| probe | what it does | what it finds | what it needs |", "|---|---|---|---|"]
-    for trial in TRIALS:
-        needs = ", ".join(need.what for need in trial.needs)
-        lines.append(f"| {trial.name} | {trial.does} | {trial.finds} | {needs} |")
-    return "\n".join(lines)
-
-
-def _order(leak: Leak) -> tuple[bool, bool, int, int]:
-    """The example's own pairs of positions come before other conditions, and pairs before lengths, pads and neighbours."""
-    return not leak.direct, not leak.paired, leak.query, leak.key
+    return "\n".join([*lines, *(f"| {t.name} | {t.does} | {t.finds} | {t.needs} |" for t in TRIALS)])
 
 
 def _notes(context: Context, findings: Sequence[Finding]) -> list[str]:
@@ -218,8 +220,89 @@ def _notes(context: Context, findings: Sequence[Finding]) -> list[str]:
     return notes
 
 
-def _mask_text(mask: Any, layers: int | None) -> str:
-    text = mask if isinstance(mask, str) else repr(mask)
-    if isinstance(mask, np.ndarray):
-        text = f"a table of {mask.shape}"
-    return text if layers is None else f"{text} x {layers} layers"
+def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise CallError, with its name, for an argument of `audit` or `infer_mask` that cannot be used."""
+    if isinstance(model, type):
+        raise CallError(f"audit: model is the class {model.__name__}.\nFix: make one of it, {model.__name__}(...).")
+    if not callable(model):
+        kind = f"the text {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
+        raise CallError(
+            f"audit: model is {kind}, expected a module or a function.\nFix: load or build the model first."
+        )
+    module = module_behind(model)
+    tensors = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
+    empty = next((name for name, value in tensors if value.is_meta), None)
+    if empty is not None:
+        raise CallError(
+            f"audit: {empty} of the model is on the device meta, which stores no values.\n"
+            "Fix: load its weights, or make it with .to_empty(device='cpu') and initialise it."
+        )
+    for names, fits, expected in _EXPECTED:
+        for name in names.split():
+            value = arguments.get(name)
+            if name in arguments and not fits(value) and (value is not None or not expected.endswith("None")):
+                raise CallError(f"audit: {name}={value!r}, expected {expected}.")
+    for name in ("redraw", "compile"):
+        if arguments.get(name):
+            require(f"audit: {name}=", "torch")
+    if arguments.get("prefill") is not None and arguments.get("step") is None:
+        raise CallError("audit: prefill= was given without step=.\nFix: say how decoding continues, step(state, x).")
+    takes, mark = parameters(model), arguments.get("pad_mask")
+    if mark is not None and takes and mark not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        raise CallError(
+            f"audit: pad_mask={mark!r}, but the model takes ({', '.join(takes)}).\n"
+            "Fix: name the one that marks real positions."
+        )
+
+
+def _check_memory(n: int) -> None:
+    """Raise CallError where the table of all pairs of n positions does not fit into memory."""
+    try:
+        np.empty((n, n), bool)
+    except (MemoryError, ValueError):
+        raise CallError(
+            f"audit: {n:,} positions have {float(n) ** 2:,.0f} pairs, more than this machine's memory can represent.\n"
+            "Fix: a shorter example, or a smaller length= (--length)."
+        ) from None
+
+
+def _whole(least: float) -> Callable[[Any], bool]:
+    return lambda value: hasattr(value, "__index__") and not isinstance(value, bool) and operator.index(value) >= least
+
+
+# Arguments, what their values must be, and how an error says so; those that end with None may be None.
+_EXPECTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("output step prefill alone", callable, "something to call, or None"),
+    ("exact seed", _whole(0), "a whole number of at least 0"),
+    ("draws", _whole(1), "a whole number of at least 1"),
+    ("vocab_size", _whole(2), "a whole number of at least 2, or None"),
+    ("layers", _whole(1), "a whole number of at least 1, or None"),
+    ("length", _whole(0), "a whole number, 0 for no longer example, or None"),
+    ("position_axis output_axis", _whole(-math.inf), "the number of an axis, or None"),
+    ("batch_axis", lambda value: value == "auto" or _whole(-math.inf)(value), 'the number of an axis, "auto" or None'),
+    ("train", lambda value: isinstance(value, bool), "True, False (eval mode alone) or None"),
+    ("compile", lambda value: isinstance(value, bool), "True or False"),
+    ("pad_mask", lambda value: isinstance(value, str) and value != "", "the name of a keyword of the model's, or None"),
+    ("probes", lambda value: isinstance(value, (str, list, tuple, set)), "a list of names, or None"),
+    (
+        "redraw",
+        lambda value: isinstance(value, (bool, int, float)) and 0 <= value < math.inf,
+        "True, False or a standard deviation above 0",
+    ),
+)
+
+
+def progress_line(requested: bool | None, started: float) -> Callable[[str, int], None]:
+    """A line on stderr once an audit takes more than two seconds; an empty name clears it."""
+    show = sys.stderr.isatty() if requested is None else requested
+    shown = started + 1.8
+
+    def tick(probe: str, run: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if show and (now > shown + 0.2 if probe else shown > started + 1.8):
+            shown = now
+            sys.stderr.write(f"\raudit: {probe}, run {run}, {now - started:.0f} s\x1b[K" if probe else "\r\x1b[K")
+            sys.stderr.flush()
+
+    return tick

@@ -18,12 +18,10 @@ from typing import Any
 import numpy as np
 
 from lowtri.auditing.conditions import extended
-from lowtri.auditing.context import Bools, Context, Requirement
-from lowtri.auditing.finding import Difference, Finding, Leak, compare, describe_difference, describe_movement, movement
-from lowtri.auditing.inputs import Inputs, first_line
-from lowtri.auditing.rows import pad_keyword
-from lowtri.auditing.system import Rows, System, without_gradients
-from lowtri.auditing.trial import Case, Cases, Summary, Trial, watch
+from lowtri.auditing.context import Context, Difference, Run, compare, describe_difference, movement
+from lowtri.auditing.system import Bools, Inputs, Rows, System, first_line, without_gradients
+from lowtri.auditing.trial import Case, Cases, Finding, Leak, Skipped, Summary, describe_movement, trial
+from lowtri.auditing.trials import pad_keyword
 from lowtri.compat.transformers_private import is_stateful
 from lowtri.generation.models import stepwise_cache
 
@@ -31,85 +29,80 @@ _CACHES = ("past_key_values", "cache_params", "state", "mems")
 _DRAFT = 2  # tokens that are appended and cropped again
 
 
+Append = Callable[
+    [Inputs, int, int], Rows
+]  # the rows of the positions from a start to a stop, appended to those before
+Crop = Callable[[int, int], object]  # drops the positions from a start to an end
+
+
 @dataclass(frozen=True)
 class Decoder:
     """How a model decodes."""
 
-    # (inputs, sizes, draft=None): the rows, with each part of `sizes` positions appended at once
-    run: Callable[..., Rows]
+    start: Callable[[int], tuple[Append, Crop]]  # of a number of rows
     several: bool  # whether a part may have several positions
     prompt: bool = True  # whether the first part may
     crops: bool = False
     masked: bool = False  # whether the padding mask of the example is passed on
     pads_in_prompt: bool = False  # whether pads come in the first part only, as `generate` gives them
 
+    def run(self, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+        """The rows, each part of `sizes` appended at once; with a draft, some of its positions are appended first and cropped."""
+        append, crop = self.start(inputs.batch)
+        rows = []
+        with without_gradients():
+            for start, stop in pairwise(accumulate(sizes, initial=0)):
+                if draft is not None and start:
+                    end = min(start + _DRAFT, inputs.n)
+                    append(draft, start, end)
+                    crop(start, end)
+                rows.append(append(inputs, start, stop))
+        return np.concatenate(rows, axis=1)
 
-def decoder_of(context: Context) -> Decoder | None:
+
+def _decoder(context: Context) -> Decoder | None:
     """How this model decodes; None if that is not known."""
     model, system = context.system.model, context.system
     if context.options.step is not None:
         slices = _takes_slices(context)
-        several = context.options.prefill is not None or slices
-        return Decoder(partial(_by_step, context, slices), slices, several)
+        return Decoder(partial(_by_step, context, slices), slices, context.options.prefill is not None or slices)
     if hasattr(model, "make_cache") and system.accepts("cache"):
         return Decoder(partial(_with_own_cache, context), True, crops=True)
-    config = getattr(model, "config", None)
+    past, config = partial(_with_past, context), getattr(model, "config", None)
     if config is not None and hasattr(model, "generate") and context.inputs.discrete:
         whole = getattr(config, "is_encoder_decoder", False) and not system.signature.prefix
         if whole or not getattr(model, "can_generate", lambda: False)():
             return None
-        stateful = is_stateful(model)
-        return Decoder(partial(_with_past, context), not stateful, True, not stateful, masked=True, pads_in_prompt=True)
+        slices = not is_stateful(model)
+        return Decoder(past, slices, crops=slices, masked=True, pads_in_prompt=True)
     if system.accepts("past_key_values") and system.accepts("use_cache"):
-        return Decoder(partial(_with_past, context), True, crops=True, masked=True)
+        return Decoder(past, True, crops=True, masked=True)
     return None
 
 
 def _takes_slices(context: Context) -> bool:
     """Whether `step` takes several positions at once: where all at once, from nothing, equal the whole, or where it takes no single
     one."""
-    try:
-        rows = _by_step(context, True, context.inputs, [context.n])
-        if context.compare(rows, ~context.ignored).status != "leak":
-            return True
-    except Exception:
-        pass
+    one, several = (Decoder(partial(_by_step, context, slices), slices) for slices in (False, True))
     first = context.inputs.span(0, 1)
-    try:
-        _by_step(context, False, first, [1])
+    with contextlib.suppress(Exception):
+        if context.compare(several.run(context.inputs, [context.n]), ~context.ignored).status != "leak":
+            return True
+    with contextlib.suppress(Exception):
+        one.run(first, [1])
         return False
-    except Exception:
-        try:
-            return len(_by_step(context, True, first, [1])) > 0
-        except Exception:
-            return False
+    with contextlib.suppress(Exception):
+        return len(several.run(first, [1])) > 0
+    return False
 
 
-def _appended(
-    inputs: Inputs,
-    sizes: Sequence[int],
-    draft: Inputs | None,
-    append: Callable[[Inputs, int, int], Rows],
-    crop: Callable[[int, int], object] = lambda start, end: None,
-) -> Rows:
-    """The rows of `inputs`, appended in parts; with a draft, some of its positions are appended before each part and cropped."""
-    rows = []
-    for start, stop in pairwise(accumulate(sizes, initial=0)):
-        if draft is not None and start:
-            end = min(start + _DRAFT, inputs.n)
-            append(draft, start, end)
-            crop(start, end)
-        rows.append(append(inputs, start, stop))
-    return np.concatenate(rows, axis=1)
-
-
-def _by_step(context: Context, slices: bool, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+def _by_step(context: Context, slices: bool, batch: int) -> tuple[Append, Crop]:
     step, prefill, signature = context.options.step, context.options.prefill, context.system.signature
     state: Any = None
 
-    def append(source: Inputs, start: int, stop: int) -> Rows:
+    def append(inputs: Inputs, start: int, stop: int) -> Rows:
         nonlocal state
-        value, axis = signature.sequence(source.sequences[0][:, start:stop]), signature.position_axes[0]
+        value, axis = signature.sequence(inputs.sequences[0][:, start:stop]), signature.position_axes[0]
         if prefill is not None and start == 0:
             name, result = "prefill", prefill(value)
         else:
@@ -121,34 +114,31 @@ def _by_step(context: Context, slices: bool, inputs: Inputs, sizes: Sequence[int
         answer, state = result
         answer = answer.detach().cpu().double().numpy() if hasattr(answer, "detach") else np.asarray(answer)
         width = context.base.shape[-1]
-        if answer.size != source.batch * (stop - start) * width:
+        if answer.size != batch * (stop - start) * width:
             each = "at each position" if stop - start == 1 else f"for {stop - start} positions"
-            raise ValueError(f"{name} answers {answer.shape}, expected {source.batch} x {width} numbers {each}")
-        return np.asarray(answer.reshape(source.batch, stop - start, -1).astype(context.base.dtype))
+            raise ValueError(f"{name} answers {answer.shape}, expected {batch} x {width} numbers {each}")
+        return np.asarray(answer.reshape(batch, stop - start, -1).astype(context.base.dtype))
 
-    with without_gradients():
-        return _appended(inputs, sizes, draft, append)
-
-
-def _with_own_cache(context: Context, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
-    cache = stepwise_cache(context.system.model, inputs.batch)
-
-    def append(source: Inputs, start: int, stop: int) -> Rows:
-        part = source.at(np.arange(start, stop), np.arange(stop))
-        return context.system(replace(part, options={**part.options, "cache": cache}))
-
-    return _appended(inputs, sizes, draft, append, lambda start, end: cache.crop(start))
+    return append, lambda start, end: None
 
 
-def _with_past(context: Context, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
+def _with_own_cache(context: Context, batch: int) -> tuple[Append, Crop]:
+    cache = stepwise_cache(context.system.model, batch)
+
+    def append(inputs: Inputs, start: int, stop: int) -> Rows:
+        return context.system(inputs.at(np.arange(start, stop), np.arange(stop)).having({"cache": cache}))
+
+    return append, lambda start, end: cache.crop(start)
+
+
+def _with_past(context: Context, batch: int) -> tuple[Append, Crop]:
     system, cache = context.system, dict[str, Any]()
 
-    def append(source: Inputs, start: int, stop: int) -> Rows:
+    def append(inputs: Inputs, start: int, stop: int) -> Rows:
         nonlocal cache
         # A cache of keys needs the padding mask of all tokens so far; a recurrent state that of the new ones.
         whole = () if cache and "past_key_values" not in cache else (pad_keyword(context),)
-        part = source.at(np.arange(start, stop), np.arange(stop), whole)
-        part = replace(part, options={**part.options, "use_cache": True, **cache})
+        part = inputs.at(np.arange(start, stop), np.arange(stop), whole).having({"use_cache": True, **cache})
         answer = system.answer(part)
         cache = _cache_of(answer)
         return system.rows(answer, part)
@@ -158,7 +148,7 @@ def _with_past(context: Context, inputs: Inputs, sizes: Sequence[int], draft: In
         # transformers counts what to remove, below zero; others say how many stay.
         kept.crop(start - end if hasattr(kept, "get_seq_length") else start)
 
-    return _appended(inputs, sizes, draft, append, crop)
+    return append, crop
 
 
 def _cache_of(answer: Any) -> dict[str, Any]:
@@ -171,87 +161,104 @@ def _cache_of(answer: Any) -> dict[str, Any]:
     raise LookupError("the model returned no cache")
 
 
-def _cache(context: Context) -> Cases:
+@trial(
+    "cache",
+    "decodes one by one, after a prompt, in uneven chunks, after a rejected draft and with rows of unequal lengths "
+    "(`step=` and `prefill=` for your own decoding); compares positions whose visible inputs have all been appended",
+    "caches whose outputs differ from the full forward pass",
+    needs="a cache",
+    reshapes=True,
+    argument="step",
+)
+def cache(context: Context) -> Cases:
     """One position at a time, after prompts and in uneven chunks, with pads and after a rejected draft, against the whole."""
-    decoder = decoder_of(context)
-    assert decoder is not None  # see `_no_decoder`
-    n = context.n
+    decoder, n = _required_decoder(context), context.n
     ways = {"one at a time": [1] * n}
     if decoder.prompt:
         ways["after a prompt"] = [n // 2] + [1] * (n - n // 2)
     if decoder.several:
-        ways["in chunks"] = _chunks(n)
-    tried, failing, refused = list[str](), list[_Run](), dict[str, str]()
-    ahead = [way for way, sizes in ways.items() if not _complete(context, sizes).any()]
+        ends = [*(end for end in accumulate([3, 1, 4, 2] * n) if end < n), n]
+        ways["in chunks"] = [stop - start for start, stop in pairwise([0, *ends])]
+    tried, failing, refused = list[str](), list[_Way](), dict[str, str]()
     # A decoder that gets no padding mask computes nothing that can be compared after a pad.
     real = ~context.ignored if decoder.masked else np.logical_and.accumulate(~context.ignored, axis=1)
-    for way, sizes in ways.items():
-        for salt in (None, 400) if way not in ahead else ():
-            inputs = context.inputs if salt is None else context.fresh(salt)
-            whole = context.base if salt is None else context.system(inputs)
-            run = _Run(context, decoder, way, sizes, inputs, real, tried, refused)
-            difference = yield run.case(whole)
+    ahead = [words for words, sizes in ways.items() if not _complete(context, sizes).any()]
+    for words, sizes in ways.items():
+        for salt in (None, 400) if words not in ahead else ():
+            before = context.example if salt is None else context.run(context.fresh(salt))
+            way = _Way(context, decoder, words, sizes, before, real, tried, refused)
+            difference = yield way.case()
             if difference is None or difference.status != "clean":
-                failing += [] if difference is None else [run]
+                failing += [] if difference is None else [way]
                 break
     warning = ""
     if not failing and "after a prompt" in tried:
         if decoder.crops and decoder.several:
-            halves = [n // 2, n - n // 2]
-            run = _Run(context, decoder, "after a rejected draft", halves, context.inputs, real, tried, {})
-            yield replace(run, draft=context.fresh(403)).case(context.base)
+            halves, words = [n // 2, n - n // 2], "after a rejected draft"
+            way = _Way(context, decoder, words, halves, context.example, real, tried, {}, context.fresh(403))
+            yield way.case()
         keyword = pad_keyword(context)
         own_pads = not context.real.all() or keyword in context.inputs.settings or context.options.pad_mask is not None
-        for way, inputs, marked in _unequal(context) if decoder.masked else ():
-            run = _Run(context, decoder, way, ways["after a prompt"], inputs, marked, tried, {})
-            difference = yield replace(run.case(None), noted=own_pads)
+        for words, inputs, marked in _unequal(context) if decoder.masked else ():
+            sizes, before = ways["after a prompt"], context.run(inputs)
+            way = _Way(context, decoder, words, sizes, before, marked, tried, {})
+            difference = yield replace(way.case(), noted=own_pads)
             if not own_pads and difference is not None and difference.status == "leak":
                 _, query, size = difference.first()
-                warning = f"{way}, cached decoding differs from the whole forward at position {query}, {describe_difference(size, '')}"
-                warning += "; without pads they agree"
-    if failing and _agrees_with_positions(context, decoder, failing):
+                differs = f"differs from the whole forward at position {query}, {describe_difference(size, '')}"
+                warning = f"{words}, cached decoding {differs}; without pads they agree"
+    if failing and _agree_with_positions(context, failing):
         warning = "cached decoding differs from the whole forward, unless position_ids are passed"
     measured = {"ways": tried, "refused": refused, "length": n}
-    message = f"cached decoding does not run: {next(iter(refused.values()), 'no way to decode')}"
-    if not refused:
-        message = f"the mask shows inputs that are not yet appended when decoding {' or '.join(ahead)}"
+    if not tried:
+        early = f"the mask shows inputs that are not yet appended when decoding {' or '.join(ahead)}"
+        raise Skipped(f"cached decoding does not run: {next(iter(refused.values()))}" if refused else early, measured)
     clean = f"cached decoding equals the whole forward ({', '.join(tried)})"
-    leaks = "cached decoding differs from the whole forward"
-    return Summary(clean, leaks, measured, "" if tried else message, warning)
+    return Summary(clean, "cached decoding differs from the whole forward", measured, warning)
+
+
+def _required_decoder(context: Context) -> Decoder:
+    step, system = context.options.step, context.system
+    copied = step is system.model or getattr(step, "__self__", None) is system.model
+    if step is not None and system.signature.float64 and system.module is not None and not copied:
+        raise Skipped("step= keeps its own precision")
+    if context.noise.random:
+        raise Skipped("the model draws random numbers, and steps draw others")
+    decoder = _decoder(context)
+    if decoder is None:
+        raise Skipped("how this model decodes with a cache is not known (say step=)")
+    return decoder
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Way:
     """One way to decode one input."""
 
     context: Context
     decoder: Decoder
-    way: str
+    words: str
     sizes: list[int]
-    inputs: Inputs
+    before: Run  # the whole forward
     real: Bools  # the positions that are compared, as far as they are complete
     tried: list[str]
     refused: dict[str, str]
     draft: Inputs | None = None
 
-    def __call__(self, inputs: Inputs) -> Rows:
-        try:
-            rows = self.decoder.run(inputs, self.sizes, self.draft)
-        except Exception as error:
-            self.refused[self.way] = first_line(error)
-            raise
-        if self.way not in self.tried:
-            self.tried.append(self.way)
-        return rows
+    def case(self) -> Case:
+        """The case of this way, against the whole forward."""
+        calls = None if self.context.options.step is not None or self.draft is not None else self.sizes
+        run = Run(self.context.system, self.before.inputs, self.rows, calls)
+        return Case(run, self.where, self.note, self.key_that_differs, self.before, earliest=True)
 
-    def case(self, whole: Rows | None) -> Case:
-        """The case of this run, against the whole forward."""
-        context = self.context
+    def rows(self) -> Rows:
         try:
-            expected = context.system(self.inputs) if whole is None else whole
-        except Exception:
-            expected = np.zeros((0, 0, 0))  # no rows agree in shape: refused
-        return Case(self.inputs, self.where, self.leak, expected, self, earliest=True, watch=self.two)
+            rows = self.decoder.run(self.before.inputs, self.sizes, self.draft)
+        except Exception as error:
+            self.refused[self.words] = first_line(error)
+            raise
+        if self.words not in self.tried:
+            self.tried.append(self.words)
+        return rows
 
     @property
     def where(self) -> Bools:
@@ -260,58 +267,43 @@ class _Run:
         alone = ~self.real & (np.arange(self.context.n) >= self.sizes[0]) & self.decoder.pads_in_prompt
         return self.real & _complete(self.context, self.sizes) & ~np.logical_or.accumulate(alone, axis=1)
 
-    def leak(self, row: int, query: int, size: float) -> Leak:
-        note = f"decoding {self.way} differs from the whole forward from position {query} on, {describe_difference(size, '')}"
-        key = query if self.draft is not None else self.key_that_differs(row, query)
-        if key != query:
-            note += f"; the two disagree whether it sees position {key}"
-        return Leak(query, key, size, row, note=note)
+    def note(self, leak: Leak) -> str:
+        differs = describe_difference(leak.size, "")
+        note = f"decoding {self.words} differs from the whole forward from position {leak.query} on, {differs}"
+        return note + (f"; the two disagree whether it sees position {leak.key}" if leak.key != leak.query else "")
 
     def key_that_differs(self, row: int, query: int) -> int:
         """The first key that only one of the two sees from `query`; the query itself if there is none."""
-        context, fresh = self.context, self.context.fresh(401)
-        try:
-            whole, rows = context.system(self.inputs), self.decoder.run(self.inputs, self.sizes, None)
-            for key in (position for position in context.sample(24) if position <= query):
-                changed = self.inputs.change(np.arange(context.n) == key, fresh)
+        context, inputs, fresh = self.context, self.before.inputs, self.context.fresh(401)
+        with contextlib.suppress(Exception):
+            whole, rows = self.before.output, self.decoder.run(inputs, self.sizes)
+            for key in (position for position in context.sample(24) if position <= query and self.draft is None):
+                changed = inputs.change(np.arange(context.n) == key, fresh)
                 in_whole = movement(whole, context.system(changed))[row, query]
-                in_steps = movement(rows, self.decoder.run(changed, self.sizes, None))[row, query]
+                in_steps = movement(rows, self.decoder.run(changed, self.sizes))[row, query]
                 if (in_whole > 0) != (in_steps > 0):
                     return int(key)
-        except Exception:
-            return query
         return query
 
-    def two(self, row: int, query: int) -> Any:
-        """The whole forward, and the call that computes the position with the cache."""
-        if self.context.system.module is None or self.context.options.step is not None or self.draft is not None:
-            return None
-        starts = np.cumsum([0, *self.sizes])
-        call = int(np.searchsorted(starts, query, side="right")) - 1
-        whole = watch(self.context, self.inputs, row, query)
-        shape = (self.inputs.batch, self.sizes[call])
-        part = whole._replace(position=query - int(starts[call]), shape=shape, call=call)
-        return whole, part._replace(run=lambda: self.decoder.run(self.inputs, self.sizes, None))
 
-
-def _agrees_with_positions(context: Context, decoder: Decoder, failing: list[_Run]) -> bool:
+def _agree_with_positions(context: Context, failing: list[_Way]) -> bool:
     """Whether the ways that fail agree once position_ids are passed."""
     place = f"{context.system.signature.prefix}position_ids"
-    if not context.system.accepts(place) or place in context.inputs.options or place in context.inputs.settings:
+    if not context.system.accepts(place) or place in context.inputs.settings:
         return False
     positions = np.tile(np.arange(context.n), (context.inputs.batch, 1))
     try:
-        for run in failing:
-            placed = replace(run.inputs, options={**run.inputs.options, place: positions})
-            rows, where = decoder.run(placed, run.sizes, None), run.where
-            if compare(context.system(placed), rows, context.noise, where).status != "clean":
+        for way in failing:
+            placed = way.before.inputs.having({place: positions})
+            rows = way.decoder.run(placed, way.sizes)
+            if compare(context.system(placed), rows, context.noise, way.where).status != "clean":
                 return False
     except Exception:
         return False
     return True
 
 
-def _unequal(context: Context) -> Any:
+def _unequal(context: Context) -> Iterator[tuple[str, Inputs, Bools]]:
     """The example with rows of unequal lengths: (way, inputs, real positions)."""
     keyword, n, batch = pad_keyword(context) or "", context.n, context.inputs.batch
     given = context.inputs.settings.get(keyword)
@@ -325,30 +317,11 @@ def _unequal(context: Context) -> Any:
     for way, hole in holes.items():
         real = np.broadcast_to(context.real, (batch, n)) & ~hole
         marks = ~real if keyword.endswith("key_padding_mask") else real
-        options = {**context.inputs.options, keyword: marks.astype(np.int64 if given is None else given.dtype)}
+        settings = {keyword: marks.astype(np.int64 if given is None else given.dtype)}
         place = f"{context.system.signature.prefix}position_ids"
         if context.system.accepts(place) and place not in context.inputs.settings:
-            options[place] = np.maximum(np.cumsum(real, axis=1) - 1, 0)
-        settings = {key: value for key, value in context.inputs.settings.items() if key != keyword}
-        yield way, replace(context.inputs, settings=settings, options=options), real
-
-
-def _no_decoder(context: Context) -> str | None:
-    step, system = context.options.step, context.system
-    copied = step is system.model or getattr(step, "__self__", None) is system.model
-    if step is not None and system.signature.float64 and system.module is not None and not copied:
-        return "step= keeps its own precision"
-    if context.noise.random:
-        return "the model draws random numbers, and steps draw others"
-    return None if decoder_of(context) is not None else "how this model decodes with a cache is not known (say step=)"
-
-
-def _chunks(n: int) -> list[int]:
-    """Sizes of uneven chunks that make up n positions."""
-    sizes: list[int] = []
-    while sum(sizes) < n:
-        sizes.append(min((3, 1, 4, 2)[len(sizes) % 4], n - sum(sizes)))
-    return sizes
+            settings[place] = np.maximum(np.cumsum(real, axis=1) - 1, 0)
+        yield way, context.inputs.having(settings), real
 
 
 def _complete(context: Context, sizes: list[int]) -> Bools:
@@ -358,81 +331,71 @@ def _complete(context: Context, sizes: list[int]) -> Bools:
     return np.asarray(~early & ~np.any(context.allowed & early[:, None, :], axis=-1))
 
 
-CACHE = Trial(
-    name="cache",
-    does="decodes one by one, after a prompt, in uneven chunks, after a rejected draft and with rows of unequal lengths "
-    "(`step=` and `prefill=` for your own decoding); compares positions whose visible inputs have all been appended",
-    finds="caches whose outputs differ from the full forward pass",
-    function=_cache,
-    needs=(Requirement("a cache", _no_decoder),),
-    reshapes=True,
-    argument="step",
+@trial(
+    "state",
+    "calls copies of the model with other, longer and shorter inputs first",
+    "state that one call leaves to the next",
+    needs="a torch module",
 )
-
-
-def _state(context: Context) -> Finding:
+def state(context: Context) -> Finding:
     """Call copies with other inputs first, and compare what they then answer with the first answer of a copy."""
-    first, measured = _after(context)[1], {"histories": list[str]()}
-    earlier = list[tuple[str, Inputs]]()
+    if context.pristine is None:
+        raise Skipped("the model cannot be copied before its first call")
+    first, histories = _used(context), list[tuple[str, Inputs]]()
+    measured = {"histories": list[str]()}
+    differs = False
     for words, inputs in _histories(context):
         try:
-            rows = _after(context, inputs)[1]
+            run = _used(context, inputs)
         except Exception:
             continue
-        earlier.append((words, inputs))
+        histories.append((words, inputs))
         measured["histories"].append(words)
-        if _differs(context, first, rows).status == "leak":
-            return _judged(context, first, earlier, measured)
-    unseen = context.fresh(940)
-    difference = _differs(context, _copy(context)(unseen), context.system(unseen))
-    if difference.status == "leak":
-        return _leak(context, difference, "the calls of this audit", context.system, unseen, measured)
-    calls = f"another input, {len(earlier)} kinds of calls before it, and the whole audit"
-    return Finding("clean", f"a used model has the outputs of one that was never called ({calls})", (), measured)
-
-
-def _judged(context: Context, first: Rows, earlier: list[tuple[str, Inputs]], measured: dict[str, Any]) -> Finding:
-    """Whether an answer depends on the inputs of earlier calls, and not only on their number."""
-    reference = first
-    one, other = (_after(context, context.fresh(salt))[1] for salt in (900, 905))
-    if _differs(context, one, other).status == "clean" and _differs(context, first, one).status != "clean":
-        # Another call changes the answer whatever it is given: a count, or random numbers of the model's own.
-        reference = one
-        earlier = [(words, inputs) for words, inputs in earlier if inputs.n == context.n]
-    for words, inputs in earlier:
-        system, rows = _after(context, inputs)
-        difference = _differs(context, reference, rows)
+        differs = _difference(context, first, run).status == "leak"
+        if differs:
+            break
+    if differs:
+        one, other = (_used(context, context.fresh(salt)) for salt in (900, 905))
+        if _difference(context, one, other).status == "clean" and _difference(context, first, one).status != "clean":
+            # Another call changes the answer whatever it is given: a count, or random numbers of the model's own.
+            first, histories = one, [(words, inputs) for words, inputs in histories if inputs.n == context.n]
+        runs = ((words, first, _used(context, inputs)) for words, inputs in histories)
+    else:
+        unseen = context.fresh(940)
+        runs = (("the calls of this audit", Run(_copy(context), unseen), context.run(unseen)) for _ in range(1))
+    for words, before, run in runs:
+        difference = _difference(context, before, run)
         if difference.status == "leak":
-            return _leak(context, difference, words, system, context.inputs, measured)
-    return Finding("skipped", "each call changes the output, whatever its input", (), measured)
-
-
-def _leak(
-    context: Context, difference: Difference, words: str, used: System, inputs: Inputs, measured: dict[str, Any]
-) -> Finding:
-    row, query, size = difference.first(of_all_rows=True)
-    note = f"the model keeps state between calls: after {words}, output {query} {describe_movement(size)}"
-    leak = Leak(query, query, size, row, note=note)
-    fresh = replace(context, system=_copy(context))
-    pair = watch(fresh, inputs, row, query), watch(replace(context, system=used), inputs, row, query)
-    return Finding("leak", note, (leak,), {**measured, "greatest": size}, watch=pair)
+            row, query, size = difference.first(of_all_rows=True)
+            note = f"the model keeps state between calls: after {words}, output {query} {describe_movement(size)}"
+            pair = Run(_copy(context), run.inputs).watch(row, query), run.watch(row, query)
+            return Finding(
+                "leak", note, (Leak(query, query, size, row, note=note),), {**measured, "greatest": size}, watch=pair
+            )
+    if differs:
+        raise Skipped("each call changes the output, whatever its input", measured)
+    calls = f"another input, {len(histories)} kinds of calls before it, and the whole audit"
+    return Finding("clean", f"a used model has the outputs of one that was never called ({calls})", (), measured)
 
 
 def _copy(context: Context) -> System:
     return replace(context.system, model=copy.deepcopy(context.pristine))
 
 
-def _after(context: Context, *earlier: Inputs) -> tuple[System, Rows]:
-    """A copy that was called with these inputs, and then its rows of the example."""
+def _used(context: Context, *earlier: Inputs) -> Run:
+    """The run on the example of a copy that was called with these inputs before."""
     system = _copy(context)
     for inputs in earlier:
         system(inputs)
-    return system, system(context.inputs)
+    run = Run(system, context.inputs)
+    run.output  # noqa: B018 (run now)
+    return run
 
 
-def _differs(context: Context, before: Rows, after: Rows) -> Difference:
+def _difference(context: Context, before: Run, after: Run) -> Difference:
     # The model's own noise is no measure: state shows as noise.
-    return compare(before, after, replace(context.noise, repeat=0.0, reorder=0.0), ~context.ignored)
+    quiet = replace(context.noise, repeat=0.0, reorder=0.0)
+    return compare(before.output, after.output, quiet, ~context.ignored)
 
 
 def _histories(context: Context) -> Iterator[tuple[str, Inputs]]:
@@ -446,25 +409,12 @@ def _histories(context: Context) -> Iterator[tuple[str, Inputs]]:
     for key, value in {**inputs.per_row, **inputs.settings}.items():
         moved = value.roll(1, 0) if hasattr(value, "roll") else np.roll(value, 1, 0)
         if getattr(value, "ndim", 0) > 1 and value.dtype != bool:
-            changed = (value + moved) if "float" in str(value.dtype) else moved
-            per_row, settings = (
-                {name: changed if name == key else old for name, old in part.items()}
-                for part in (inputs.per_row, inputs.settings)
+            changed = {key: (value + moved) if "float" in str(value.dtype) else moved}
+            other = (
+                replace(inputs, per_row={**inputs.per_row, **changed})
+                if key in inputs.per_row
+                else inputs.having(changed)
             )
-            yield f"a call with another {key}", replace(inputs, per_row=per_row, settings=settings)
+            yield f"a call with another {key}", other
     with contextlib.suppress(Exception):  # what the model takes may not be known
         yield "a call with a longer input", extended(context, max(256, 2 * n)).inputs
-
-
-STATE = Trial(
-    name="state",
-    does="calls copies of the model with other, longer and shorter inputs first",
-    finds="state that one call leaves to the next",
-    function=_state,
-    needs=(
-        Requirement(
-            "a torch module",
-            lambda c: "the model cannot be copied before its first call" if c.pristine is None else None,
-        ),
-    ),
-)

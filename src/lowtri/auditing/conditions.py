@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.content import CHANGE, GRADIENT, PREFIX
-from lowtri.auditing.context import Bools, Condition, Context, Requirement
-from lowtri.auditing.finding import Finding, describe_difference
-from lowtri.auditing.inputs import Array, Inputs, first_line
-from lowtri.auditing.rows import BATCH_ROWS, PACKING, PADDING, pad, pad_keyword
-from lowtri.auditing.trial import Trial, run_trials
+from lowtri.auditing.context import Condition, Context, describe_difference
+from lowtri.auditing.system import Array, Bools, Inputs, first_line
+from lowtri.auditing.trial import Finding, Skipped, Trial, run_trials, trial
+from lowtri.auditing.trials import batch, change, gradient, packing, pad, pad_keyword, padding, prefix
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError
 
@@ -21,14 +18,7 @@ _KEYWORDS = ("output_attentions", "output_hidden_states", "return_weights", "nee
 _TRAINING = "training mode"
 _SAME = "its outputs equal eval mode's bit for bit: for 4 inputs, in float64 too, and for shorter and padded ones"
 _LENGTH = 256
-_LIMITS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "block_size",
-    "context_length",
-)
+_LIMITS = "max_position_embeddings n_positions max_sequence_length max_seq_len block_size context_length"
 
 
 def _under(
@@ -64,7 +54,7 @@ def _under(
                     difference = without.compare(context.base, ~without.ignored)
                     differ |= {name: difference.greatest} if difference.status == "leak" else {}
                 # The backward pass of a compiled model would be compiled as well, which takes minutes.
-                some, _ = run_trials(context, trials[:1] if context.condition.compiled else trials, first=first)
+                some, _ = run_trials(context, trials[:1] if condition.compiled else trials, first=first)
         except Exception as error:
             differ.pop(name, None)
             refused[name] = first_line(error)
@@ -86,47 +76,55 @@ def _under(
         return Finding("warning", f"other outputs with {text}", (), measured)
     if not tried:
         return Finding("skipped", next(iter(refused.values()), "no other code path is known"), (), measured)
-    ran = ", ".join(next(iter(tried.values())))
-    message = clean.format(conditions=", ".join(tried), trials=ran)
+    message = clean.format(conditions=", ".join(tried), trials=", ".join(next(iter(tried.values()))))
     return Finding("clean", message + "".join(f"; not tried: {n} ({why})" for n, why in refused.items()), (), measured)
-
-
-def _code_paths(context: Context) -> Finding:
-    """Each must respect the mask; one that does and has another output is a warning."""
-    return _under(_other_paths(context), (CHANGE, GRADIENT), "no leak ({conditions})", without=context)
-
-
-def _other_paths(context: Context) -> Iterator[Context]:
-    system = context.system
-    for name in _KEYWORDS:
-        if system.accepts(name) or (name.startswith("output_") and hasattr(system.model, "config")):
-            for value in (True, False) if name == "need_weights" else (True,):
-                yield context.under(Condition(keyword=(name, value)))
-    if hasattr(system.model, "set_attn_implementation"):
-        for name in ("eager", "sdpa"):
-            if name != attention_name(system.model):
-                yield context.under(Condition(attention=name))
-    if context.options.compile:
-        yield context.under(Condition(compiled=True))
 
 
 def _not_compiled(finding: Finding, value: object) -> str | None:
     return None if finding.status == "leak" else finding.measured.get("refused", {}).get("torch.compile")
 
 
-def _training(context: Context) -> Finding:
+@trial(
+    "code_paths",
+    "runs change and gradient with weights or hidden states returned, other attention implementations, `compile=True`",
+    "code paths that do not apply the mask",
+    argument="compile",
+    not_run=_not_compiled,
+)
+def code_paths(context: Context) -> Finding:
+    """Each must respect the mask; one that does and has another output is a warning."""
+    model = context.system.model
+    paths = [
+        Condition(keyword=(name, value))
+        for name in _KEYWORDS
+        if context.system.accepts(name) or (name.startswith("output_") and hasattr(model, "config"))
+        for value in ((True, False) if name == "need_weights" else (True,))
+    ]
+    if hasattr(model, "set_attn_implementation"):
+        paths += [Condition(attention=name) for name in ("eager", "sdpa") if name != attention_name(model)]
+    if context.options.compile:
+        paths.append(Condition(compiled=True))
+    return _under(map(context.under, paths), (change, gradient), "no leak ({conditions})", without=context)
+
+
+@trial(
+    "training",
+    "runs change, gradient, prefix, batch, padding and packing in training mode",
+    "leaks that occur in training mode only",
+    needs="a training mode",
+    skipped_after=("change", "gradient", "prefix"),
+)
+def training(context: Context) -> Finding:
     """Every trial that does not decode, in training mode, as sensitive as in eval mode."""
+    if context.options.train is False:
+        raise Skipped("train=False leaves it out")
+    if context.mode != "eval mode":
+        raise Skipped("the whole audit is in training mode" if context.mode else "the model has no training mode")
     if _same_in_training(context):
         return Finding("clean", _SAME, (), {"tried": {_TRAINING: ["answers"]}}, mode=_TRAINING)
-    trials = (CHANGE, GRADIENT, PREFIX, BATCH_ROWS, PADDING, PACKING)
+    trials = (change, gradient, prefix, batch, padding, packing)
     finding = _under([_in_training(context)], trials, "no leak ({trials})")
     return replace(finding, mode=_TRAINING if finding.measured["tried"] else "")
-
-
-def _no_training(context: Context) -> str | None:
-    if context.options.train is False:
-        return "train=False leaves it out"
-    return {"": "the model has no training mode", _TRAINING: "the whole audit is in training mode"}.get(context.mode)
 
 
 def _in_training(context: Context) -> Context:
@@ -142,7 +140,7 @@ def _same_in_training(context: Context) -> bool:
         return False  # no float64 copy of what a function closes over
     inputs, n = context.inputs, context.n
     same = [inputs, context.fresh(700), context.fresh(701, "extreme"), context.repeated_token(n - 1)]
-    other = [inputs.span(0, t) for t in context.chosen or context.sample(16) if 0 < t < n] + [inputs.span(n // 2, n)]
+    other = [inputs.span(0, t) for t in context.shorter() if t < n] + [inputs.span(n // 2, n)]
     other += [inputs.rows([0])] if context.system.signature.batch_axis is not None else []
     keyword = pad_keyword(context)
     try:
@@ -154,60 +152,20 @@ def _same_in_training(context: Context) -> bool:
 
 
 def _alike(context: Context, examples: list[Inputs]) -> bool:
-    answers: list[list[Any]] = []
+    """Whether both modes give the same bits, or refuse an example with the same type of error."""
+
+    def answer(mode: Context, inputs: Inputs) -> Array:
+        try:
+            return mode.system(inputs)
+        except Exception as error:
+            return np.array(str(type(error)))
+
+    answers: list[list[Array]] = []
     for mode in (context, _in_training(context)):
         with mode.applied():
-            answers.append([_answer(mode, inputs) for inputs in examples])
+            answers.append([answer(mode, inputs) for inputs in examples])
     return all(
-        a is b if isinstance(a, type) or isinstance(b, type) else np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
-        for a, b in zip(*answers, strict=True)
-    )
-
-
-def _answer(context: Context, inputs: Inputs) -> Any:
-    """The rows, or the type of the error: a model may refuse a shape, in either mode."""
-    try:
-        return context.system(inputs)
-    except Exception as error:
-        return type(error)
-
-
-def _longer(context: Context) -> Finding:
-    """The example's first row with random inputs behind it, at chosen positions, in eval and in training mode.
-
-    Its length is `length=`, else 256 or twice the example's, less where the model takes less.
-    """
-    requested, n = context.options.length, context.n
-    config = getattr(context.system.module, "config", None)
-    sizes = [size for size in (getattr(config, name, None) for name in _LIMITS) if isinstance(size, int) and size > 1]
-    wanted = min([max(_LENGTH, 2 * n), *sizes]) if requested is None else requested
-    if wanted <= n:
-        size = wanted if requested is None else f"length={requested}"
-        why = f"{size} is no longer than the example's {n} positions" if requested != 0 else "length=0 leaves it out"
-        return Finding("skipped", why, (), {"length": n})
-    device = getattr(context.system.signature.device, "type", "cpu")
-    if requested is None and not sizes and device != "cpu":
-        # An index beyond a table of positions is no error to catch there: it ends every later call, too.
-        return Finding("skipped", f"how many positions the model takes on {device} is not known (say length=)")
-    try:
-        longer, why = _longest(context, wanted)
-    except CallError as error:
-        return Finding("skipped", str(error).removeprefix("audit: "))
-    if longer is None:
-        return Finding("skipped", f"the model takes no longer example: {why}")
-    clean = f"no leak at {longer.n} positions ({len(longer.chosen or ())} of them measured, {{conditions}})"
-    finding = _under(_modes(longer), (CHANGE, GRADIENT, PREFIX), clean, first=True)
-    tried = bool(finding.measured["tried"])
-    if finding.status == "undecided" and requested is None:
-        # The caller did not request it: numbers near the noise there leave the verdict on the example as it is.
-        message = f"at {longer.n} positions the differences are too near the noise to decide: {finding.message}"
-        return Finding("skipped", f"{message} (length={longer.n} makes it part of the verdict)")
-    return replace(
-        finding,
-        message=finding.message + (f"; {wanted} were not taken: {why}" if why and finding.status == "clean" else ""),
-        measured={**finding.measured, "length": longer.n if tried else -1},
-        leaks=tuple(replace(leak, drawn=False) for leak in finding.leaks),
-        length=longer.n if tried else None,
+        np.array_equal(a, b, equal_nan=a.dtype.kind == b.dtype.kind == "f") for a, b in zip(*answers, strict=True)
     )
 
 
@@ -218,11 +176,59 @@ def _too_short(finding: Finding, length: int) -> str | None:
     return finding.message if tried < 0 else f"the model takes no more than {tried} positions"
 
 
-def _modes(longer: Context) -> Iterator[Context]:
-    longer = longer.under(Condition(length=longer.n))
-    yield longer
-    if longer.mode == "eval mode" and longer.options.train is None and not _same_in_training(longer):
-        yield _in_training(longer)
+@trial(
+    "longer",
+    "runs change, gradient and prefix at chosen positions of a longer example (`length=`), in eval and training mode",
+    "leaks that begin past the end of the example",
+    skipped_after=("change", "gradient", "prefix", "training"),
+    argument="length",
+    not_run=_too_short,
+)
+def longer(context: Context) -> Finding:
+    """The example's first row with random inputs behind it, at chosen positions, in eval and in training mode.
+
+    Its length is `length=`, else 256 or twice the example's, less where the model takes less.
+    """
+    requested, n = context.options.length, context.n
+    config = getattr(context.system.module, "config", None)
+    limits = [getattr(config, name, None) for name in _LIMITS.split()]
+    sizes = [size for size in limits if isinstance(size, int) and size > 1]
+    wanted = min([max(_LENGTH, 2 * n), *sizes]) if requested is None else requested
+    if wanted <= n:
+        size = wanted if requested is None else f"length={requested}"
+        why = f"{size} is no longer than the example's {n} positions" if requested != 0 else "length=0 leaves it out"
+        raise Skipped(why, {"length": n})
+    device = getattr(context.system.signature.device, "type", "cpu")
+    if requested is None and not sizes and device != "cpu":
+        # An index beyond a table of positions is no error to catch there: it ends every later call, too.
+        raise Skipped(f"how many positions the model takes on {device} is not known (say length=)")
+    try:
+        longest, why = _longest(context, wanted)
+    except CallError as error:
+        raise Skipped(str(error).removeprefix("audit: ")) from None
+    if longest is None:
+        raise Skipped(f"the model takes no longer example: {why}")
+    length = longest.n
+    clean = f"no leak at {length} positions ({len(longest.chosen or ())} of them measured, {{conditions}})"
+    finding = _under(_modes(longest), (change, gradient, prefix), clean, first=True)
+    if finding.status == "undecided" and requested is None:
+        # The caller did not request it: numbers near the noise there leave the verdict on the example as it is.
+        message = f"at {length} positions the differences are too near the noise to decide: {finding.message}"
+        raise Skipped(f"{message} (length={length} makes it part of the verdict)")
+    tried = bool(finding.measured["tried"])
+    return replace(
+        finding,
+        message=finding.message + (f"; {wanted} were not taken: {why}" if why and finding.status == "clean" else ""),
+        measured={**finding.measured, "length": length if tried else -1},
+        length=length if tried else None,
+    )
+
+
+def _modes(longest: Context) -> Iterator[Context]:
+    longest = longest.under(Condition(length=longest.n))
+    yield longest
+    if longest.mode == "eval mode" and longest.options.train is None and not _same_in_training(longest):
+        yield _in_training(longest)
 
 
 def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
@@ -238,13 +244,11 @@ def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
             return None
         return longer
 
-    low, high = context.n, wanted
+    low, high, best = context.n, wanted, None
     # Some models take multiples of a chunk alone; the example's length is one.
     for length in dict.fromkeys((wanted, wanted // low * low)):
-        longer = tried(length) if length > low else None
-        if longer is not None:
-            return longer, next(iter(reasons), "")
-    best = None
+        if length > low and (best := tried(length)) is not None:
+            return best, next(iter(reasons), "")
     while high - low > 1:
         middle = (low + high) // 2
         longer = tried(middle)
@@ -258,25 +262,22 @@ def extended(context: Context, length: int) -> Context:
     keyword = pad_keyword(context)
     marks = inputs.settings.get(keyword) if keyword else None
     if marks is not None and marks.ndim == 2 and not context.real[0].all() and context.real[0].any():
-        tokens = np.flatnonzero(context.real[0])
-        inputs = inputs.at(tokens)
+        inputs = inputs.at(np.flatnonzero(context.real[0]))
     n = inputs.n
-    allowed = context.options.declared(length, context.inputs.batch)[0][:1]
+    declared = context.options.declared(length, context.inputs.batch)[0][:1]
     before = context.declared[0][:n, :n]
-    settings = {key: _continued(value, before, length, allowed[0]) for key, value in inputs.settings.items()}
+    settings = {key: _continued(value, before, length, declared[0]) for key, value in inputs.settings.items()}
     repeated = tuple(np.concatenate([a, np.repeat(a[:, -1:], length - n, axis=1)], axis=1) for a in inputs.sequences)
     inputs = replace(inputs, sequences=repeated, settings=settings)
     inputs = inputs.change(np.arange(length) >= n, context.fresh(600, inputs=inputs))
-    real = (
-        np.ones((1, length), bool)
-        if keyword in settings
-        else np.pad(context.real[:1], ((0, 0), (0, length - n)), constant_values=True)
-    )
+    real = np.ones((1, length), bool)
+    if keyword not in settings:
+        real[:, : context.n] = context.real[:1]
     # Queries behind the example: the last ones, the ones before powers of two, and a spread.
     edges = [2**power - 1 for power in range(length.bit_length())]
     spread = np.linspace(n - 1, length - 2, 4).astype(int).tolist()
     chosen = tuple(sorted({position for position in [*edges, *spread, length - 1] if n - 1 <= position < length}))
-    return replace(context, inputs=inputs, allowed=allowed, declared=allowed, real=real, chosen=chosen)
+    return replace(context, inputs=inputs, declared=declared, real=real, chosen=chosen)
 
 
 def _continued(value: Array, before: Bools, length: int, allowed: Bools) -> Array:
@@ -297,30 +298,3 @@ def _continued(value: Array, before: Bools, length: int, allowed: Bools) -> Arra
         if np.array_equal(np.take(continued, np.arange(n), axis), value):
             return continued
     raise CallError("audit: other inputs follow the positions, and how they go on is not known")
-
-
-CODE_PATHS = Trial(
-    name="code_paths",
-    does="runs change and gradient with weights or hidden states returned, other attention implementations, `compile=True`",
-    finds="code paths that do not apply the mask",
-    function=_code_paths,
-    argument="compile",
-    not_run=_not_compiled,
-)
-TRAINING = Trial(
-    name="training",
-    does="runs change, gradient, prefix, batch, padding and packing in training mode",
-    finds="leaks that occur in training mode only",
-    function=_training,
-    needs=(Requirement("a training mode", _no_training),),
-    skipped_after=("change", "gradient", "prefix"),
-)
-LONGER = Trial(
-    name="longer",
-    does="runs change, gradient and prefix at chosen positions of a longer example (`length=`), in eval and training mode",
-    finds="leaks that begin past the end of the example",
-    function=_longer,
-    skipped_after=("change", "gradient", "prefix", "training"),
-    argument="length",
-    not_run=_too_short,
-)

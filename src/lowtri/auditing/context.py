@@ -1,28 +1,202 @@
-"""What trials work on: a system under one condition, its inputs, the pairs that the mask allows, the noise, and random inputs."""
+"""What trials work on: a system under one condition, its inputs, the pairs that the mask allows, runs, the noise, and random inputs.
+
+Noise is how far outputs move when nothing relevant changes: the same input twice, and the same input with its sums in another order
+(the batch reversed, or one row alone). Rounding errors grow with the magnitude of the numbers, so thresholds are multiples of one
+rounding error at that magnitude.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-import operator
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.finding import Difference, Noise, compare, measure_noise, movement
-from lowtri.auditing.inputs import Array, Inputs, first_line
-from lowtri.auditing.system import Rows, System, in_mode, module_behind, parameters
+from lowtri.auditing.system import (
+    Array,
+    Bools,
+    Inputs,
+    Rows,
+    System,
+    first_line,
+    in_mode,
+)
 from lowtri.compat.transformers_private import attention_name
-from lowtri.errors import CallError, MaskError
-from lowtri.extras import require
+from lowtri.errors import CallError, LowtriError, MaskError
 
-Bools = npt.NDArray[np.bool_]
+Sizes = npt.NDArray[np.float64]
+Kind = Literal["clean", "doubt", "leak"]
+
+# In roundings of the output's precision at the output's magnitude. Between the two a finding is in doubt.
+_SURE = 2.0**10
+_ROUNDING = 2.0**4
+_LONG = 48  # positions looked at when the input is too long for all of them
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What was measured before the trials ran."""
+
+    eps: float  # one rounding, relative
+    repeat: float  # the greatest movement between two runs on the same input
+    reorder: float  # the same with the sums in another order
+    magnitude: float
+    random: bool  # another seed gives another answer
+    broken: str | None  # why no verdict is possible, if so
+
+    @property
+    def greatest(self) -> float:
+        return max(self.repeat, self.reorder)
+
+    def classify(self, size: float, scale: float, *, same_order: bool = True) -> Kind:
+        """What a movement means when nothing but rounding should have moved anything.
+
+        With `same_order` both runs added the same sums in the same order, so that even one rounding needs an explanation.
+        """
+        rounding = self.eps * max(scale, 1e-30)
+        if size == 0.0:
+            return "clean"
+        if size > max(_SURE * rounding, 32.0 * self.greatest):
+            return "leak"
+        return "clean" if not same_order and size <= max(_ROUNDING * rounding, 2.0 * self.greatest) else "doubt"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two answers are apart that should be equal."""
+
+    sizes: Sizes  # (B, N), 0 where not compared; infinite where a number turned infinite or NaN, or back
+    scale: float  # the magnitude of the answers
+    noise: Noise
+    same_order: bool
+    moved: Sizes  # (B, N); the same at all positions
+
+    @property
+    def greatest(self) -> float:
+        return float(self.sizes.max())
+
+    @property
+    def status(self) -> Kind:
+        return self.kind(self.greatest)
+
+    def kind(self, size: float) -> Kind:
+        return self.noise.classify(float(size), self.scale, same_order=self.same_order)
+
+    def first(self, *, of_all_rows: bool = False) -> tuple[int, int, float]:
+        """Row, position and size: the first position that differs by more than rounding, in the row that differs most."""
+        rows = range(len(self.sizes)) if of_all_rows else [int(self.sizes.max(axis=1).argmax())]
+        wrong = np.vectorize(self.kind)(self.sizes[rows]) == self.status
+        position, row = min((int(wrong[i].argmax()), row) for i, row in enumerate(rows) if wrong[i].any())
+        return row, position, float(self.sizes[row, position])
+
+
+def movement(before: Rows, after: Rows) -> Sizes:
+    """How far each position moved, (B, N): the greatest difference over its features, NaN where only one side is finite."""
+    if before.dtype.kind != "f" and after.dtype.kind != "f":
+        return np.asarray((before != after).any(axis=-1), dtype=np.float64)
+    if np.array_equal(before, after):
+        return np.zeros(before.shape[:2])
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.abs(before.astype(np.float64) - after.astype(np.float64))
+    distance[(before == after) | (np.isnan(before) & np.isnan(after))] = 0.0
+    distance[~np.isfinite(distance)] = np.nan
+    return np.asarray(distance.max(axis=-1)) if distance.shape[-1] else np.zeros(before.shape[:2])
+
+
+def compare(
+    before: Rows, after: Rows, noise: Noise, where: Any = True, *, same_order: bool = False, overflows: bool = False
+) -> Difference:
+    """Two runs, (B, N, F), at the positions `where`, (B, N).
+
+    Args:
+        overflows: whether numbers may turn infinite or NaN, or back; they are then in `moved` only.
+    """
+    moved = np.nan_to_num(movement(before, after), nan=np.inf)
+    sizes = np.where(where & ~(overflows & np.isinf(moved)), moved, 0.0)
+    return Difference(sizes, _magnitude(before, after), noise, same_order, moved)
+
+
+def measure_noise(system: System, inputs: Inputs, ignored: Bools) -> Noise:
+    """Run the same input several times, in several orders and under two seeds.
+
+    `ignored`, (B, N), marks positions whose own output means nothing.
+    """
+    first = system(inputs)
+    floats = first.dtype.kind == "f"
+    eps, scale = _eps(system, first), _magnitude(np.where(ignored[..., None], 0, first))
+    nan = np.isnan(first).any(axis=-1) & ~ignored
+    if nan.any():
+        row, position = np.argwhere(nan)[0]
+        reason = (
+            f"the output is NaN at {int(nan.sum())} of {nan.size} positions already for the example itself "
+            f"(first: row {row}, position {position})"
+        )
+        return Noise(eps, 0.0, 0.0, scale, False, reason)
+
+    def apart(rows: Rows) -> float:
+        return float(np.nan_to_num(np.where(ignored, 0, movement(first, rows)), nan=np.inf).max())
+
+    repeat = max(apart(system(inputs)) for _ in range(3))
+    reseeded = apart(system(inputs, seed=system.seed + 1))
+    broken = None
+    if repeat > (_SURE * eps * scale if floats else 0):
+        broken = f"the same input gives different outputs from run to run ({describe_difference(repeat)}, seeds fixed)"
+    reorder = _reorder(system, inputs, first, ignored, eps * scale) if floats else 0.0
+    return Noise(eps, repeat, reorder, scale, reseeded > repeat, broken)
+
+
+def describe_difference(size: float, up_to: str = "up to ") -> str:
+    """How far two answers are apart, in words that follow a comma.
+
+    >>> describe_difference(0.25), describe_difference(math.inf)
+    ('by up to 0.25', 'one side finite and the other infinite or NaN')
+    """
+    return "one side finite and the other infinite or NaN" if math.isinf(size) else f"by {up_to}{size:.2g}"
+
+
+def _magnitude(*answers: Rows) -> float:
+    """The greatest finite value."""
+    return max(float(np.abs(rows[np.isfinite(rows)]).max(initial=0.0)) for rows in answers)
+
+
+def _eps(system: System, rows: Rows) -> float:
+    """One relative rounding in the precision of the model's answer."""
+    if rows.dtype.kind != "f":
+        return 0.0
+    kinds: list[Any] = [p.dtype for p in system.module.parameters()] if system.module is not None else []
+    kinds = [kind for kind in kinds if kind.is_floating_point]
+    kinds = kinds or [kind for kind in system.signature.dtypes if "float" in str(kind)][:1]  # of NumPy or of torch
+    if system.signature.float64:
+        kinds = [np.dtype(np.float64)]
+    if not kinds:
+        # Token ids into a plain callable: its answer is exact in float32 if it was computed there.
+        narrow = bool((rows.astype(np.float32) == rows)[np.isfinite(rows)].all())
+        kinds = [np.dtype(np.float32 if narrow else np.float64)]
+    return max(float((np if isinstance(kind, np.dtype) else sys.modules["torch"]).finfo(kind).eps) for kind in kinds)
+
+
+def _reorder(system: System, inputs: Inputs, first: Rows, ignored: Bools, rounding: float) -> float:
+    """How far outputs move with the batch reversed, and in a batch of one."""
+    if system.signature.batch_axis is None:
+        return 0.0
+    try:
+        with np.errstate(all="ignore"):
+            others = system(inputs.rows(range(inputs.batch - 1, -1, -1)))[::-1], system(inputs.rows([0]))
+    except Exception:
+        return 0.0  # a model with a fixed batch size; the batch probe reports it
+    greatest = 0.0
+    for other, count in zip(others, (len(first), 1), strict=True):
+        if other.shape == first[:count].shape:
+            moved = np.where(ignored[:count], 0.0, np.nan_to_num(movement(first[:count], other)))
+            # Movements beyond any rounding are the batch probe's to judge; they are not noise.
+            greatest = max(greatest, float(moved[moved <= 64 * rounding].max(initial=0.0)))
+    return greatest
 
 
 @dataclass(frozen=True)
@@ -57,7 +231,9 @@ class Options:
             table = wide = np.array(formula.dense(n), dtype=bool)
             with contextlib.suppress(MaskError):  # a strict mask shows the last key to later queries
                 wide = np.array(formula.dense(2 * n), dtype=bool)[..., :n]
-        table, wide = _with_batch(table), _with_batch(wide)
+        table, wide = (
+            np.asarray(t.any(axis=1) if t.ndim == 4 else t[None] if t.ndim == 2 else t) for t in (table, wide)
+        )
         if table.shape[0] not in (1, batch) or table.shape[1:] != (n, n):
             raise CallError(
                 f"audit: mask gives a table of {tuple(table.shape)}, the example has {batch} row(s) of {n} positions.\n"
@@ -75,83 +251,6 @@ class Options:
                 break
             reach = wider
         return reach
-
-
-def _with_batch(table: Bools) -> Bools:
-    """(1 or B, N, N), of a table that may have heads or no batch."""
-    return np.asarray(table.any(axis=1)) if table.ndim == 4 else table[None] if table.ndim == 2 else table
-
-
-def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise CallError, with its name, for an argument of `audit` or `infer_mask` that cannot be used."""
-    if isinstance(model, type):
-        raise CallError(f"audit: model is the class {model.__name__}.\nFix: make one of it, {model.__name__}(...).")
-    if not callable(model):
-        kind = f"the text {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
-        raise CallError(
-            f"audit: model is {kind}, expected a module or a function.\nFix: load or build the model first."
-        )
-    module = module_behind(model)
-    tensors = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
-    empty = next((name for name, value in tensors if value.is_meta), None)
-    if empty is not None:
-        raise CallError(
-            f"audit: {empty} of the model is on the device meta, which stores no values.\n"
-            "Fix: load its weights, or make it with .to_empty(device='cpu') and initialise it."
-        )
-    for names, fits, expected in _EXPECTED:
-        for name in names.split():
-            value = arguments.get(name)
-            if name in arguments and not fits(value) and (value is not None or not expected.endswith("None")):
-                raise CallError(f"audit: {name}={value!r}, expected {expected}.")
-    for name in ("redraw", "compile"):
-        if arguments.get(name):
-            require(f"audit: {name}=", "torch")
-    if arguments.get("prefill") is not None and arguments.get("step") is None:
-        raise CallError("audit: prefill= was given without step=.\nFix: say how decoding continues, step(state, x).")
-    takes, mark = parameters(model), arguments.get("pad_mask")
-    if mark is not None and takes and mark not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-        raise CallError(
-            f"audit: pad_mask={mark!r}, but the model takes ({', '.join(takes)}).\n"
-            "Fix: name the one that marks real positions."
-        )
-
-
-def check_memory(n: int) -> None:
-    """Raise CallError where the table of all pairs of n positions does not fit into memory."""
-    try:
-        np.empty((n, n), bool)
-    except (MemoryError, ValueError):
-        raise CallError(
-            f"audit: {n:,} positions have {float(n) ** 2:,.0f} pairs, more than this machine's memory can represent.\n"
-            "Fix: a shorter example, or a smaller length= (--length)."
-        ) from None
-
-
-def _whole(least: float) -> Callable[[Any], bool]:
-    return lambda value: hasattr(value, "__index__") and not isinstance(value, bool) and operator.index(value) >= least
-
-
-# Arguments, what their values must be, and how an error says so; those that end with None may be None.
-_EXPECTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("output step prefill alone", callable, "something to call, or None"),
-    ("exact seed", _whole(0), "a whole number of at least 0"),
-    ("draws", _whole(1), "a whole number of at least 1"),
-    ("vocab_size", _whole(2), "a whole number of at least 2, or None"),
-    ("layers", _whole(1), "a whole number of at least 1, or None"),
-    ("length", _whole(0), "a whole number, 0 for no longer example, or None"),
-    ("position_axis output_axis", _whole(-math.inf), "the number of an axis, or None"),
-    ("batch_axis", lambda value: value == "auto" or _whole(-math.inf)(value), 'the number of an axis, "auto" or None'),
-    ("train", lambda value: isinstance(value, bool), "True, False (eval mode alone) or None"),
-    ("compile", lambda value: isinstance(value, bool), "True or False"),
-    ("pad_mask", lambda value: isinstance(value, str) and value != "", "the name of a keyword of the model's, or None"),
-    ("probes", lambda value: isinstance(value, (str, list, tuple, set)), "a list of names, or None"),
-    (
-        "redraw",
-        lambda value: isinstance(value, (bool, int, float)) and 0 <= value < math.inf,
-        "True, False or a standard deviation above 0",
-    ),
-)
 
 
 def vocabulary(system: System, inputs: Inputs, requested: int | None) -> npt.NDArray[np.int64]:
@@ -180,25 +279,6 @@ def vocabulary_size(model: Any) -> int | None:
     if isinstance(size, int) or not hasattr(model, "modules"):
         return size if isinstance(size, int) else None
     return next((part.num_embeddings for part in model.modules() if hasattr(part, "num_embeddings")), None)
-
-
-def progress_line(requested: bool | None, started: float) -> Callable[[str, int], None]:
-    """A line on stderr once an audit takes more than two seconds; an empty name clears it."""
-    show = sys.stderr.isatty() if requested is None else requested
-    shown = started + 1.8
-
-    def tick(probe: str, run: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if show and (now > shown + 0.2 if probe else shown > started + 1.8):
-            shown = now
-            sys.stderr.write(f"\raudit: {probe}, run {run}, {now - started:.0f} s\x1b[K" if probe else "\r\x1b[K")
-            sys.stderr.flush()
-
-    return tick
-
-
-_LONG = 48  # positions looked at when the input is too long for all of them
 
 
 @dataclass(frozen=True)
@@ -230,26 +310,69 @@ class Condition:
         return ", ".join(part for part in parts if part)
 
 
+class Run:
+    """A run of a system on some inputs, computed when its output is first read.
+
+    Args:
+        compute: how the rows are computed, if not by one call of the system.
+        calls: how many positions each call of the module computes, where there are several; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        inputs: Inputs,
+        compute: Callable[[], Rows] | None = None,
+        calls: Sequence[int] | None = (),
+        start: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.system, self.inputs, self.calls, self.start = system, inputs, calls, start
+        self.compute = functools.partial(system, inputs) if compute is None else compute
+
+    @functools.cached_property
+    def output(self) -> Rows:
+        """(B, N, F)."""
+        return self.compute()
+
+    def part(self, rows: slice = slice(None), positions: slice = slice(None)) -> Run:
+        """Some rows and positions of the output."""
+        part = Run(self.system, self.inputs, self.compute, self.calls, (rows.start or 0, positions.start or 0))
+        part.output = self.output[rows, positions]
+        return part
+
+    def watch(self, row: int, position: int) -> Any:
+        """A position of the output, with what `torch_hooks.locate` needs to compare the modules of two runs; or None."""
+        if self.system.module is None or self.calls is None:
+            return None
+        from lowtri.auditing.torch_hooks import Watch
+
+        row, position, n, call = row + self.start[0], position + self.start[1], self.inputs.n, -1
+        if self.calls:
+            starts = np.cumsum([0, *self.calls])
+            call = int(np.searchsorted(starts, position, side="right")) - 1
+            position, n = position - int(starts[call]), self.calls[call]
+        return Watch(self.system.module, self.compute, row, position, (self.inputs.batch, n), call)
+
+
 @dataclass
 class Context:
     """A system under one condition. Trials read it, and write to `seen` alone.
 
-    `base`, `noise` and `float64` are measured when they are first read, and anew in every copy that `replace` makes.
+    What is measured (`example`, `noise`, `float64`) is so when it is first read, and anew in every copy that `replace` makes.
     """
 
     system: System
     inputs: Inputs
-    allowed: Bools  # (1 or B, N, N): the declared mask, without the pads
-    declared: Bools  # (1 or B, N, N): the mask alone
+    declared: Bools  # (1 or B, N, N): the mask
     real: Bools  # (B, N): False at pads, whose own output means nothing
     options: Options
     vocabulary: npt.NDArray[np.int64]  # ids to draw from
-    show_progress: Callable[[str, int], None]
+    show_progress: Callable[[str, int], None] = lambda trial, run: None
     condition: Condition = field(default_factory=Condition)
     chosen: tuple[int, ...] | None = None  # the queries to look at, where `exact` does not say
     pristine: Any = None  # a copy of the model that has never been called
     trial: str = ""  # the one that runs
-    seen: npt.NDArray[np.float64] = field(init=False)  # (Nq, Nk): how far outputs moved, NaN where not looked at
+    seen: Sizes = field(init=False)  # (Nq, Nk): how far outputs moved, NaN where not looked at
 
     def __post_init__(self) -> None:
         self.seen = np.full((self.n, self.n), np.nan)
@@ -259,9 +382,14 @@ class Context:
         return self.inputs.n
 
     @property
-    def by_pair(self) -> bool:
-        """Whether each key is changed alone as well, and not only all that is hidden from a query."""
-        return self.condition == Condition()
+    def ignored(self) -> Bools:
+        """Positions (B, N) of pads, whose own output means nothing."""
+        return np.broadcast_to(~self.real, (self.inputs.batch, self.n))
+
+    @functools.cached_property
+    def allowed(self) -> Bools:
+        """(1 or B, N, N): the declared mask, without the pads."""
+        return self.declared & self.real[:, None, :]
 
     @property
     def mode(self) -> str:
@@ -281,7 +409,7 @@ class Context:
 
             system = replace(system, model=torch.compile(system.model))
         if condition.keyword is not None:
-            inputs = replace(inputs, options={**inputs.options, condition.keyword[0]: condition.keyword[1]})
+            inputs = inputs.having(dict([condition.keyword]))
         return replace(self, system=system, inputs=inputs, condition=condition)
 
     @contextlib.contextmanager
@@ -300,10 +428,23 @@ class Context:
                 if attention:
                     module.set_attn_implementation(before)
 
+    def run(self, inputs: Inputs) -> Run:
+        """A run on other inputs."""
+        return Run(self.system, inputs)
+
     @functools.cached_property
+    def example(self) -> Run:
+        """The run on the example itself."""
+        return Run(self.system, self.inputs)
+
+    @property
     def base(self) -> Rows:
         """The rows of the example itself."""
-        return self.system(self.inputs)
+        return self.example.output
+
+    @property
+    def discrete_output(self) -> bool:
+        return self.base.dtype.kind != "f"
 
     @functools.cached_property
     def noise(self) -> Noise:
@@ -317,12 +458,11 @@ class Context:
             return "it is float64 already"
         try:
             system = self.system.in_float64()
-            step, prefill, alone = (
-                _of_copy(value, self.system.model, system.model)
-                for value in (self.options.step, self.options.prefill, self.options.alone)
-            )
-            options = replace(self.options, step=step, prefill=prefill, alone=alone)
-            copy64 = replace(self, system=system, options=options)
+            functions = {
+                name: _of_copy(getattr(self.options, name), self.system.model, system.model)
+                for name in ("step", "prefill", "alone")
+            }
+            copy64 = replace(self, system=system, options=replace(self.options, **functions))
             broken = copy64.noise.broken
             apart = float(np.nanmax(np.where(self.ignored, 0.0, movement(self.base, copy64.base))))
         except Exception as error:
@@ -333,14 +473,17 @@ class Context:
             return f"the outputs of the copy differ, by {apart:.2g}"
         return copy64
 
-    @property
-    def discrete_output(self) -> bool:
-        return self.base.dtype.kind != "f"
-
-    @property
-    def ignored(self) -> Bools:
-        """Positions (B, N) of pads, whose own output means nothing."""
-        return np.broadcast_to(~self.real, (self.inputs.batch, self.n))
+    def try_example(self) -> Noise:
+        """Measure the noise, or raise CallError with what the model raised on the example."""
+        try:
+            return self.noise
+        except LowtriError:
+            raise
+        except Exception as error:
+            raise CallError(
+                f"audit: the model raised {first_line(error)}, on the example itself.\n"
+                "Fix: an example that the model takes: ids within its table, the dtype it needs, all of its inputs."
+            ) from error
 
     def independent_of(self, where: Bools) -> Bools:
         """Positions (B, N) whose output may depend on nothing of `where`, (N,) or (B, N)."""
@@ -351,16 +494,11 @@ class Context:
         """Another run against the example's own rows."""
         return compare(self.base, after, self.noise, where, **more)
 
-    def record_movement(self, sizes: npt.NDArray[np.float64], key: int) -> None:
-        """Record how far each output, (N,), moved with one key."""
-        self.seen[:, key] = np.fmax(self.seen[:, key], np.nan_to_num(sizes, nan=0.0))
-
     def fresh(self, salt: int, kind: str = "random", inputs: Inputs | None = None) -> Inputs:
         """Other values for every position of the example (or of `inputs`): `random` ones, or `extreme` ones."""
         inputs, rng = inputs or self.inputs, np.random.default_rng([self.options.seed, salt])
-        return replace(
-            inputs, sequences=tuple(_drawn(values, self.vocabulary, rng, kind) for values in inputs.sequences)
-        )
+        drawn = tuple(_drawn(values, self.vocabulary, rng, kind) for values in inputs.sequences)
+        return replace(inputs, sequences=drawn)
 
     def repeated_token(self, query: int) -> Inputs:
         """Every position holding a token that the query has before it: row b takes the one b places back.
@@ -392,6 +530,10 @@ class Context:
         unique = list(dict.fromkeys(position for position in wanted if 0 <= position < n))
         return sorted(unique[:most])
 
+    def shorter(self) -> list[int]:
+        """Lengths to cut the input off at."""
+        return [t for t in self.chosen or self.sample(16) if t > 0]
+
 
 def _of_copy(value: Any, model: Any, copy64: Any) -> Any:
     """The model itself, or a method of it, as the copy's own; anything else as it is."""
@@ -419,18 +561,3 @@ def _drawn(values: Array, vocabulary: npt.NDArray[np.int64], rng: np.random.Gene
         other = vocabulary[index]
         other = np.where(other == values, vocabulary[(index + 1) % len(vocabulary)], other)
     return np.asarray(other.astype(values.dtype))
-
-
-class Requirement(NamedTuple):
-    """What a trial requires; where it is missing, the trial is skipped."""
-
-    what: str  # as the documentation lists it
-    why_not: Callable[[Context], str | None]  # the reason why it is missing; None where it is not
-
-
-BATCH = Requirement("a batch", lambda c: "the example has no batch" if c.system.signature.batch_axis is None else None)
-TORCH = Requirement("gradients", lambda c: None if c.system.in_torch else "the model does not compute in torch")
-REPEATABLE = Requirement(
-    "no random numbers",
-    lambda c: "the model draws random numbers, and another length draws others" if c.noise.random else None,
-)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowtri.auditing.context import Bools, Context, Options, check_arguments, vocabulary
-from lowtri.auditing.finding import movement
-from lowtri.auditing.inputs import read_example
-from lowtri.auditing.rows import blocks, real_positions
-from lowtri.auditing.system import System, redrawn
-from lowtri.auditing.trial import try_example
+from lowtri.auditing.audit import check_arguments
+from lowtri.auditing.context import Context, Options, movement, vocabulary
+from lowtri.auditing.system import Bools, System, read_example, redrawn
+from lowtri.auditing.trials import blocks, real_positions
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, UndecidedError
 from lowtri.masks import Mask, documents, table
@@ -194,8 +193,7 @@ def infer_mask(
     inputs, signature = read_example(
         example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis
     )
-    audited = redrawn(model, 0.15 if redraw is True else float(redraw), seed) if redraw else model
-    system = System(audited, signature, output, seed=seed)
+    system = System(redrawn(model, redraw, seed), signature, output, seed=seed)
     pairs = np.ones((1, inputs.n, inputs.n), bool)
     real = real_positions(inputs, signature.prefix, None)
     if labels is not None:
@@ -207,13 +205,9 @@ def infer_mask(
             )
         labels = np.broadcast_to(labels, (inputs.batch, inputs.n))
     with system.prepared():
-        ids = vocabulary(system, inputs, vocab_size)
-        context = Context(system, inputs, pairs, pairs, real, Options(seed=seed), ids, lambda *_: None)
-        try_example(context)
-        if context.noise.broken:
-            raise CallError(
-                f"infer_mask: {context.noise.broken}.\nFix: make the model repeat itself: eval mode, seeds."
-            )
+        context = Context(system, inputs, pairs, real, Options(seed=seed), vocabulary(system, inputs, vocab_size))
+        if broken := context.try_example().broken:
+            raise CallError(f"infer_mask: {broken}.\nFix: make the model repeat itself: eval mode, seeds.")
         seen = _measured(context)
         layers = _layers(context) if system.module is not None else []
     care = real[:, :, None] & real[:, None, :]
@@ -249,10 +243,10 @@ def _layers(context: Context) -> list[Bools]:
     model, inputs = context.system.module, context.inputs
     for attention in ("sdpa", "eager") if hasattr(model, "set_attn_implementation") else ("",):
         condition = replace(context.condition, attention=attention if attention != attention_name(model) else "")
-        options = {**inputs.options, "output_attentions": True} if attention == "eager" else inputs.options
+        read = inputs.having({"output_attentions": True} if attention == "eager" else {})
         try:
             with context.under(condition).applied():
-                tables = attention_tables(lambda o=options: context.system.answer(replace(inputs, options=o)))  # type: ignore[misc]
+                tables = attention_tables(partial(context.system.answer, read))
         except Exception:
             continue
         tables = [pairs for pairs in tables if pairs.shape[-2:] == (context.n, context.n)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from lowtri.auditing.audit import audit
 from lowtri.auditing.context import vocabulary_size
-from lowtri.auditing.inputs import first_line
+from lowtri.auditing.system import first_line
 from lowtri.errors import DataError
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.finding import Finding, Leak, Noise
+from lowtri.auditing.context import Noise
+from lowtri.auditing.trial import Finding, Leak
 from lowtri.errors import LeakError, UndecidedError
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.grids import Grid, Look, Panel, picture, used

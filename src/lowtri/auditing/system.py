@@ -1,6 +1,8 @@
 """The system under audit: inputs in, one row of numbers for each position out, (B, N, F).
 
-The model is run unmodified. Random states, training flags and buffers are restored after a run.
+`read_example` reads the caller's example. `Inputs` is what trials see: every sequence as a NumPy array with the batch first and the
+positions second, and settings that a trial leaves unchanged. `CallSignature` turns `Inputs` back into a call (framework, dtype, device,
+axes). The model is run unmodified: random states, training flags and buffers are restored after a run.
 """
 
 from __future__ import annotations
@@ -10,19 +12,332 @@ import copy
 import dataclasses
 import functools
 import inspect
+import operator
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.inputs import CallSignature, Inputs, positions_first
 from lowtri.errors import CallError
 
+Array = npt.NDArray[Any]
+Bools = npt.NDArray[np.bool_]
 Rows = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call's inputs."""
+
+    sequences: tuple[Array, ...]  # each (B, N, ...): what trials change
+    settings: dict[Hashable, Any] = field(default_factory=dict)  # arrays that follow the positions, and added keywords
+    per_row: dict[Hashable, Any] = field(default_factory=dict)  # (B, ...), such as the source of a translation
+
+    @property
+    def batch(self) -> int:
+        return int(self.sequences[0].shape[0])
+
+    @property
+    def n(self) -> int:
+        return int(self.sequences[0].shape[1])
+
+    @property
+    def discrete(self) -> bool:
+        """Whether the sequences hold token ids rather than vectors."""
+        return not np.issubdtype(self.sequences[0].dtype, np.inexact)
+
+    def having(self, settings: Mapping[Any, Any]) -> Inputs:
+        """With these settings in addition to, or in place of, its own."""
+        return replace(self, settings={**self.settings, **settings})
+
+    def change(self, where: Bools, other: Inputs) -> Inputs:
+        """Take `other`'s values where `where`, (N,) or (B, N), is true."""
+        where = np.broadcast_to(where, (self.batch, self.n))
+        mixed = tuple(
+            np.where(where.reshape(where.shape + (1,) * (a.ndim - 2)), b, a)
+            for a, b in zip(self.sequences, other.sequences, strict=True)
+        )
+        return replace(self, sequences=mixed)
+
+    def span(self, start: int, stop: int) -> Inputs:
+        """The positions `start .. stop - 1` alone."""
+        return self.at(np.arange(start, stop))
+
+    def at(self, positions: Array, keys: Array | None = None, whole: Sequence[Any] = ()) -> Inputs:
+        """These positions; settings are cut along every axis that has the length of the input.
+
+        With `keys`, the positions are appended to others: a table of pairs has these keys, and so have the settings named `whole`.
+        """
+
+        def cut(key: Any, value: Any) -> Any:
+            axes = [axis for axis, size in enumerate(value.shape) if size == self.n] if _is_array(value) else []
+            if self.batch == self.n and 0 in axes and value.ndim > 1:
+                axes.remove(0)  # more likely the batch
+            for axis in axes:
+                is_keys = key in whole or (len(axes) > 1 and axis == axes[-1])
+                value = np.take(value, positions if keys is None or not is_keys else keys, axis=axis)
+            return value
+
+        settings = {key: cut(key, value) for key, value in self.settings.items()}
+        return replace(self, sequences=tuple(array[:, positions] for array in self.sequences), settings=settings)
+
+    def rows(self, index: Sequence[int]) -> Inputs:
+        """The given rows of the batch, in the given order."""
+        index = list(index)
+        settings = {
+            key: value[index] if _is_array(value) and value.ndim > 1 and len(value) == self.batch else value
+            for key, value in self.settings.items()
+        }
+        per_row = {key: value[index] for key, value in self.per_row.items()}
+        return replace(self, sequences=tuple(a[index] for a in self.sequences), settings=settings, per_row=per_row)
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """How the caller's model is called: what `Inputs` has to be turned back into."""
+
+    keys: tuple[Hashable, ...]  # one for each sequence: a position (int) or a keyword (str)
+    constants: dict[Hashable, Any]
+    batch_axis: int | None
+    position_axes: tuple[int, ...]
+    torch: bool
+    dtypes: tuple[Any, ...]
+    device: Any = None
+    float64: bool = False
+    transform: Callable[[Any], Any] | None = None  # what each torch sequence passes on its way in
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of a sequence's masks and positions, where a model has two sequences."""
+        return "decoder_" if str(self.keys[0]).startswith("decoder_") else ""
+
+    def arguments(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments of the call."""
+        values = {**self.constants, **{key: self._widened(value) for key, value in inputs.per_row.items()}}
+        for key, value in inputs.settings.items():
+            values[key] = self._passed(value) if _is_array(value) else value
+        for number, (key, value) in enumerate(zip(self.keys, inputs.sequences, strict=True)):
+            values[key] = self.sequence(value, number)
+        positional = sorted(key for key in values if isinstance(key, int))
+        keywords = {str(key): value for key, value in values.items() if not isinstance(key, int)}
+        return tuple(values[key] for key in positional), keywords
+
+    def sequence(self, value: Array, number: int = 0) -> Any:
+        """One sequence, (B, N, ...), in the caller's own layout and framework."""
+        axis = self.position_axes[number]
+        if self.batch_axis is None:
+            value = np.moveaxis(value[0], 0, axis)
+        else:
+            value = np.moveaxis(value, (0, 1), (self.batch_axis, axis))
+        passed = self._passed(value, self.dtypes[number])
+        return self.transform(passed) if self.torch and self.transform is not None else passed
+
+    def _passed(self, value: Array, dtype: Any = None) -> Any:
+        """A copy of an array in the caller's framework."""
+        if not self.torch:
+            return np.array(value, dtype, order="C")
+        import torch
+
+        tensor = torch.from_numpy(np.array(value, order="C"))
+        dtype = dtype or tensor.dtype
+        if self.float64 and dtype.is_floating_point:
+            dtype = torch.float64
+        return tensor.to(device=self.device, dtype=dtype)
+
+    def _widened(self, value: Any) -> Any:
+        wide = self.float64 and hasattr(value, "is_floating_point") and value.is_floating_point()
+        return value.double() if wide else value
+
+
+def positions_first(array: Any, batch_axis: int | None, position_axis: int) -> Any:
+    """(B, N, ...), from an array or a tensor in the caller's layout."""
+    move = type(array).movedim if hasattr(array, "movedim") else np.moveaxis
+    if batch_axis is None:
+        return move(array, position_axis, 0)[None]
+    return move(array, (batch_axis, position_axis), (0, 1))
+
+
+def first_line(error: Exception, *, typed: bool = True) -> str:
+    """An error in one line: its message, with its type in front where `0` or `x` alone would mean little."""
+    kind, message = type(error).__name__, (str(error).strip().splitlines() or [""])[0][:120]
+    return f"{kind}: {message}" if typed and message else message or kind
+
+
+_SEQUENCE_NAMES = ("input_ids", "inputs_embeds", "ids", "tokens", "x", "input", "inputs", "query")
+
+
+def read_example(
+    example: Any,
+    *,
+    model: Any = None,
+    input: str | int | Sequence[str | int] | None = None,
+    position_axis: int | None = None,
+    batch_axis: int | str | None = "auto",
+) -> tuple[Inputs, CallSignature]:
+    """Read token ids or vectors, given alone, as a tuple of arguments or as a dict of keywords.
+
+    Args:
+        example: ids (N,) or (B, N); vectors (N, D), (B, N, D) or (B, H, N, D); or a tuple or dict of them and of constants.
+        model: read for its device and dtype.
+        input: which entries of a tuple or dict are sequences; the others are passed on unchanged.
+        position_axis: the axis of the positions; by default the last of ids and the last but one of vectors.
+        batch_axis: the axis of the batch; by default the first other axis, where there is one to spare.
+    """
+    several = isinstance(example, (Mapping, tuple))
+    entries: dict[Hashable, Any]
+    entries = dict(example) if isinstance(example, Mapping) else dict(enumerate(example if several else (example,)))
+    keys = _sequence_keys(entries, input, position_axis) if several or input is not None else [0]
+    in_torch = any(_is_tensor(value) for value in entries.values()) or _is_module(model)
+    sequences = [_as_array(entries[key], f"example[{key!r}]" if several else "example") for key in keys]
+    position_axes = [_position_axis(array, position_axis) for array in sequences]
+    batch_axes = [_batch_axis(array, axis, batch_axis) for array, axis in zip(sequences, position_axes, strict=True)]
+    rows = [positions_first(*layout) for layout in zip(sequences, batch_axes, position_axes, strict=True)]
+    batch, n = rows[0].shape[:2]
+    shape = tuple(sequences[0].shape)
+    if batch == 0:
+        raise CallError(f"audit: example has no rows, shape {shape}.\nFix: give at least one row.")
+    if n < 2:
+        raise CallError(
+            f"audit: example has {n} position(s), shape {shape}; a leak needs at least 2.\n"
+            "Fix: give a longer example, or say where its positions are with position_axis=."
+        )
+    settings, constants, per_row = {}, {}, {}
+    for key in [key for key in entries if key not in keys]:
+        value, array = entries[key], _maybe_array(entries[key])
+        of_source = str(keys[0]).startswith("decoder_") and not str(key).startswith("decoder_")  # of any length
+        if array is not None and n in array.shape and not of_source:
+            settings[key] = array
+        elif len(getattr(value, "shape", ())) > 1 and len(value) == batch:
+            per_row[key] = value
+        else:
+            constants[key] = value
+    tensors = [*(model.parameters() if _is_module(model) else ()), *filter(_is_tensor, entries.values())]
+    signature = CallSignature(
+        keys=tuple(keys),
+        constants=constants,
+        batch_axis=batch_axes[0],
+        position_axes=tuple(position_axes),
+        torch=in_torch,
+        dtypes=tuple(_dtype(entries[key], array, in_torch, model) for key, array in zip(keys, sequences, strict=True)),
+        device=tensors[0].device if tensors else None,
+    )
+    return Inputs(tuple(rows), settings, per_row), signature
+
+
+def _sequence_keys(entries: dict[Hashable, Any], input: Any, position_axis: int | None) -> list[Hashable]:
+    if input is not None:
+        keys = list(input) if isinstance(input, (list, tuple)) else [input]
+        missing = [name for name in keys if name not in entries]
+        if missing:
+            raise CallError(
+                f"audit: input={missing[0]!r} is not in the example, which has {sorted(map(str, entries))}."
+            )
+        return keys
+    arrays = (key for key, value in entries.items() if _maybe_array(value) is not None)
+    first = next((name for name in (0, *_SEQUENCE_NAMES) if name in entries), next(arrays, None))
+    if first is None:
+        raise CallError(
+            f"audit: example has no array among {sorted(map(str, entries))}.\n"
+            "Fix: add the sequence, ids (B, N) or vectors (B, N, D); input= names its entry."
+        )
+    sequence = _as_array(entries[first], f"example[{first!r}]")
+    if not np.issubdtype(sequence.dtype, np.inexact):
+        return [first]
+    # Q, K and V move together; a table of pairs or an additive mask is a setting.
+    axis, keys = _position_axis(sequence, position_axis), [first]
+    for key, value in entries.items():
+        other = _maybe_array(value) if key != first else None
+        if other is not None and np.issubdtype(other.dtype, np.inexact) and other.ndim == sequence.ndim:
+            keys += [key] if other.shape[axis] == sequence.shape[axis] and not _looks_like_a_mask(other) else []
+    return keys
+
+
+def _looks_like_a_mask(array: Array) -> bool:
+    values = np.unique(array)
+    if len(values) > 2 or values[-1] > 1:
+        return False
+    return bool(values[0] < -1e3 or set(values.tolist()) <= {0.0, 1.0})
+
+
+def _axes_of_one_row(array: Array) -> int:
+    """How many axes ids (N,) or vectors (N, D) have without a batch."""
+    return 2 if np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2 else 1
+
+
+def _position_axis(array: Array, requested: int | None) -> int:
+    if requested is None:
+        return array.ndim - _axes_of_one_row(array)
+    if not -array.ndim <= requested < array.ndim:
+        raise CallError(f"audit: position_axis={requested} does not exist in an example of shape {tuple(array.shape)}.")
+    return requested % array.ndim
+
+
+def _batch_axis(array: Array, axis: int, requested: int | str | None) -> int | None:
+    if requested is None:
+        return None
+    if requested == "auto":
+        return None if array.ndim <= _axes_of_one_row(array) else next(i for i in range(array.ndim) if i != axis)
+    chosen = operator.index(requested)  # type: ignore[arg-type]
+    if not -array.ndim <= chosen < array.ndim or chosen % array.ndim == axis:
+        shape = tuple(array.shape)
+        raise CallError(
+            f"audit: batch_axis={requested} is no axis of an example of shape {shape} besides the positions' axis {axis}."
+        )
+    return chosen % array.ndim
+
+
+def _as_array(value: Any, name: str) -> Array:
+    if getattr(value, "is_meta", False):
+        raise CallError(f"audit: {name} is on the device meta, which stores no values.\nFix: give it with its values.")
+    array = _maybe_array(value)
+    if array is None:
+        raise CallError(
+            f"audit: {name} is a {type(value).__name__}, not an array of token ids or of vectors.\n"
+            "Fix: give ids (N,) or (B, N), or vectors (N, D) or (B, N, D); input= names the entry of a dict."
+        )
+    return array
+
+
+def _maybe_array(value: Any) -> Array | None:
+    if _is_tensor(value):
+        if value.is_meta:
+            return None
+        tensor = value.detach().cpu()
+        value = (tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor).numpy()
+    if isinstance(value, (np.ndarray, list)) or hasattr(value, "__array__"):
+        with contextlib.suppress(ValueError):  # rows of unequal lengths
+            array = np.asarray(value)
+            return array if array.ndim and array.dtype != object else None
+    return None
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray)
+
+
+def _is_tensor(value: Any) -> bool:
+    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach")
+
+
+def _is_module(model: Any) -> bool:
+    return hasattr(model, "named_modules") and hasattr(model, "parameters")
+
+
+def _dtype(value: Any, array: Array, in_torch: bool, model: Any) -> Any:
+    if _is_tensor(value):
+        return value.dtype
+    if not in_torch:
+        return array.dtype
+    import torch
+
+    if not np.issubdtype(array.dtype, np.floating):
+        return torch.from_numpy(np.zeros(1, array.dtype)).dtype
+    floats = (p.dtype for p in model.parameters() if p.is_floating_point()) if _is_module(model) else iter(())
+    return next(floats, torch.get_default_dtype())
 
 
 @dataclass(frozen=True)
@@ -52,12 +367,12 @@ class System:
 
     def raw_rows(self, inputs: Inputs, seed: int | None = None) -> Any:
         """The rows of the answer as the model returns them: a tensor, with the graph that torch records, or an array."""
-        with self._run(self.seed if seed is None else seed):
+        with self._conditions(self.seed if seed is None else seed):
             return self._rows(self._call(inputs), inputs)
 
     def answer(self, inputs: Inputs) -> Any:
         """The model's whole answer, without gradients."""
-        with without_gradients(), self._run(self.seed):
+        with without_gradients(), self._conditions(self.seed):
             return self._call(inputs)
 
     def rows(self, answer: Any, inputs: Inputs) -> Rows:
@@ -71,9 +386,8 @@ class System:
             if signature.dtypes[0].kind != "f" or signature.dtypes[0] == np.float64:
                 raise CallError("a callable on NumPy arrays computes in its own precision")
             return replace(self, signature=replace(signature, dtypes=(np.dtype(np.float64),) * len(signature.dtypes)))
-        model = (
-            copy.deepcopy(self.model).double() if self.model is self.module else self.model
-        )  # a function is its own copy
+        is_module = self.model is self.module  # a function is its own copy
+        model = copy.deepcopy(self.model).double() if is_module else self.model
         return replace(self, model=model, signature=replace(signature, float64=True))
 
     @contextlib.contextmanager
@@ -92,7 +406,7 @@ class System:
         return self.model(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _run(self, seed: int) -> Iterator[None]:
+    def _conditions(self, seed: int) -> Iterator[None]:
         """The conditions of one run: the seed, the precision, and in training mode the same running statistics."""
         precision: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.signature.float64:
@@ -145,15 +459,14 @@ class System:
 
     def _axes(self, shape: tuple[int, ...], inputs: Inputs) -> tuple[int | None, int]:
         """The axes of the batch and of the positions."""
-        n, axis = inputs.n, self.output_axis
-        if axis is None:
+        n, axis, fitting = inputs.n, self.output_axis, [i for i, size in enumerate(shape) if size == inputs.n]
+        if axis is not None:
+            axis = axis % len(shape) if -len(shape) <= axis < len(shape) else axis
+        elif self.signature.position_axes[0] in fitting:
             axis = self.signature.position_axes[0]
-            if axis >= len(shape) or shape[axis] != n:
-                fitting = [i for i, size in enumerate(shape) if size == n]
-                axis = fitting[0] if len(fitting) == 1 else None
-        elif -len(shape) <= axis < len(shape):
-            axis %= len(shape)
-        if axis is None or axis >= len(shape) or shape[axis] != n:
+        elif len(fitting) == 1:
+            axis = fitting[0]
+        if axis not in fitting:
             raise CallError(
                 f"audit: the model's answer has shape {shape}; no axis with one row for each of the {n} positions was found.\n"
                 "Fix: pick the tensor with output=, and its axis of positions with output_axis=."
@@ -207,18 +520,17 @@ def module_behind(model: Any) -> Any:
         return model
     if isinstance(model, functools.partial):
         return module_behind(model.func)
-    owner = getattr(model, "__self__", None)
-    if owner is not None and hasattr(owner, "named_modules"):
-        return owner
+    owners = [getattr(model, "__self__", None)]
     for cell in getattr(model, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):
-            if hasattr(cell.cell_contents, "named_modules"):
-                return cell.cell_contents
-    return None
+        with contextlib.suppress(ValueError):  # an empty cell
+            owners.append(cell.cell_contents)
+    return next((owner for owner in owners if owner is not None and hasattr(owner, "named_modules")), None)
 
 
-def redrawn(model: Any, std: float, seed: int) -> Any:
-    """A copy whose matrices are drawn anew; vectors (norms, biases) stay."""
+def redrawn(model: Any, redraw: bool | float, seed: int) -> Any:
+    """A copy whose matrices are drawn anew; vectors (norms, biases) stay. The model itself where `redraw` is false."""
+    if not redraw:
+        return model
     import torch
 
     if not isinstance(model, torch.nn.Module):
@@ -228,7 +540,7 @@ def redrawn(model: Any, std: float, seed: int) -> Any:
     with torch.no_grad():
         for parameter in redrawn_copy.parameters():
             if parameter.dim() >= 2 and parameter.is_floating_point():
-                fresh = torch.randn(parameter.shape, generator=generator) * std
+                fresh = torch.randn(parameter.shape, generator=generator) * (0.15 if redraw is True else float(redraw))
                 parameter.copy_(fresh.to(parameter))
     return redrawn_copy
 

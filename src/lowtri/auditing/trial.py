@@ -1,6 +1,6 @@
 """Trials, and the one engine that runs them.
 
-A trial is a generator of cases: inputs, the positions whose rows must agree with the example's own, and a sentence for where they do
+A trial is a generator of cases: a run, the positions whose rows must agree with the example's own, and a sentence for where they do
 not. `examine` runs each case, compares, confirms what differs, and follows a change of many inputs down to one of them. `run_trials`
 repeats in float64 what is in doubt, and names the module where a leak enters.
 """
@@ -10,37 +10,126 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lowtri.auditing.context import Bools, Context, Options, Requirement
-from lowtri.auditing.finding import Difference, Finding, Leak, compare, describe_difference, describe_movement
-from lowtri.auditing.inputs import Inputs, first_line
-from lowtri.auditing.system import Rows
-from lowtri.errors import CallError, LowtriError
+from lowtri.auditing.context import Context, Difference, Kind, Options, Run, compare, describe_difference
+from lowtri.auditing.system import Bools, Rows, first_line
+from lowtri.errors import CallError
+
+Status = Literal["clean", "leak", "doubt", "undecided", "warning", "skipped"]
 
 _BISECTED = 16  # queries that are followed down to one key
 
 
 @dataclass(frozen=True)
-class Case:
-    """A run, and the positions at which its rows must agree with others."""
+class Leak:
+    """Position `query` depends on position `key` although the mask hides it, or its output is wrong in another way."""
 
-    inputs: Inputs
+    query: int
+    key: int
+    size: float
+    row: int = 0
+    module: str | None = None
+    note: str = ""  # the whole sentence, where it is not "position q sees position k"
+    under: str = ""  # the conditions, where they are not the example's own: "in training mode"
+    probe: str = ""  # set by `examine`, as are the next two
+    paired: bool = False  # query and key are positions of the trial's input
+    drawn: bool = True  # and of the example, so that the drawing can show them
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is a pair of positions, found without any special conditions."""
+        return self.paired and not self.under
+
+    @property
+    def what(self) -> str:
+        """The pair and the size, without a full stop."""
+        text = self.note
+        if not text:
+            how = f"moves output {self.query} by {self.size:.2g}"
+            if math.isinf(self.size):
+                how = f"turns output {self.query} from finite to infinite or NaN, or back"
+            text = f"position {self.query} sees position {self.key}: changing input {self.key} {how}"
+        return f"{self.under}, {text}" if self.under else text
+
+    def sentence(self, noise: float) -> str:
+        """One sentence that names the pair, the size and the module."""
+        text = self.what + (f" (noise {noise:.1g})." if noise else " (noise 0).")
+        return text + (f" First seen in {self.module}." if self.module else "")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One trial's result under one condition, or that of a group of conditions.
+
+    A trial returns `doubt` where the movement is near the noise; the audit then repeats it on the float64 copy, so that no
+    report contains a `doubt`.
+    """
+
+    status: Status
+    message: str
+    leaks: tuple[Leak, ...] = ()
+    measured: dict[str, Any] = field(default_factory=dict)
+    probe: str = ""  # set by `examine`
+    condition: str = ""  # in words; empty for the example as it is
+    mode: str = ""  # the mode and the length that it adds to those of the whole audit
+    length: int | None = None
+    watch: Any = field(default=None, repr=False)  # two runs that part where the first leak enters
+
+    @property
+    def greatest(self) -> float:
+        """The greatest movement that the probe measured."""
+        return float(self.measured.get("greatest", 0.0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two runs, and the positions at which their rows must agree."""
+
+    run: Run
     where: Bools | bool
-    leak: Callable[[int, int, float], Leak]  # of a row, a position and a size
-    expected: Rows | None = None  # the example's own rows
-    run: Callable[[Inputs], Rows] | None = None  # the system
+    # The leak's sentence, with {row}, {query}, {key}, {size}, {moves}, {comma} and {differs}; else "position q sees position k".
+    note: str | Callable[[Leak], str] = ""
+    key: int | Callable[[int, int], int] | None = None  # the leak's, of a row and a query; by default the query
+    before: Run | None = None  # by default the run on the example itself
+    origin: tuple[int, int] = (0, 0)  # the row and the position of the example at which the compared rows begin
     same_order: bool = False  # both runs add the same sums in the same order
-    non_finite: float = np.inf  # the size of what turns infinite or NaN
-    every: bool = False  # each position that differs is a leak, and not only the first
+    overflows: bool = False  # numbers may turn infinite or NaN
+    every: bool = (
+        False  # each position that differs is a leak, and not only the first; and the model must take the inputs
+    )
     earliest: bool = False  # the first position of all rows, and not of the row that differs most
-    refusable: bool = True  # the model may refuse these inputs
     noted: bool = True  # a difference is a leak; else the trial itself judges it
     by_row: bool = False  # whether a row that differs is tried again with no other row changed
     keys: Bools | None = None  # (1 or B, N): what is changed, where a leak is to be followed down to one of them
-    watch: Callable[[int, int], Any] | None = None  # two runs of the module in which to find where they part
+
+    def leak(self, row: int, position: int, size: float) -> Leak:
+        """What is reported for a position that differs."""
+        row, query = row + self.origin[0], position + self.origin[1]
+        key = query if self.key is None else self.key(row, query) if callable(self.key) else self.key
+        leak = Leak(query, key, size, row)
+        if callable(self.note):
+            return replace(leak, note=self.note(leak))
+        moves, comma, differs = describe_movement(size), "," if math.isinf(size) else "", describe_difference(size, "")
+        words = {
+            "row": row,
+            "query": query,
+            "key": key,
+            "size": size,
+            "moves": moves,
+            "comma": comma,
+            "differs": differs,
+        }
+        return replace(leak, note=self.note.format(**words))
+
+    def outputs(self, context: Context) -> tuple[Rows, Rows]:
+        """The rows of both runs; LookupError where their shapes differ."""
+        after, before = self.run.output, (self.before or context.example).output
+        if after.shape != before.shape:
+            raise LookupError(f"its answer has the shape {after.shape}, expected {before.shape}")
+        return before, after
 
 
 class Summary(NamedTuple):
@@ -49,11 +138,19 @@ class Summary(NamedTuple):
     clean: str
     leak: str  # `{count}` is the number of leaks
     measured: dict[str, Any]
-    skipped: str = ""  # why nothing was tried
     warning: str = ""  # what its leaks amount to, where that is only a warning
 
 
+class Skipped(Exception):
+    """Raised by a trial that could not be run, with the reason and what was measured."""
+
+    def __init__(self, reason: str, measured: dict[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.measured = measured or {}
+
+
 Cases: TypeAlias = Generator[Case, Difference | None, Summary]  # is sent the difference; None where the model refuses
+Function: TypeAlias = Callable[[Context], Cases | Finding]
 
 
 def requested_but_not_run(finding: Finding, value: Any) -> str | None:
@@ -71,8 +168,8 @@ class Trial:
     name: str
     does: str
     finds: str
-    function: Callable[[Context], Cases | Finding]
-    needs: tuple[Requirement, ...] = ()
+    function: Function
+    needs: str = ""  # as the documentation lists it; the function raises Skipped where it is missing
     pairs: bool = False  # its leaks are pairs of positions of its input; others are about lengths, pads, rows or caches
     reshapes: bool = False  # it compares runs of different shapes, where rounding can flip a discrete choice
     skipped_after: tuple[str, ...] = ()  # a leak of one of these would only be found again
@@ -80,23 +177,31 @@ class Trial:
     not_run: Callable[[Finding, Any], str | None] = requested_but_not_run
 
 
+def trial(name: str, does: str, finds: str, **fields: Any) -> Callable[[Function], Trial]:
+    """Make a trial of the function below it; the arguments are the fields of `Trial`."""
+    return lambda function: Trial(name, does, finds, function, **fields)
+
+
+def describe_movement(size: float) -> str:
+    """What an output does, in words: an infinite size stands for a number that turned infinite or NaN, or back.
+
+    >>> describe_movement(0.25), describe_movement(math.inf)
+    ('moves by 0.25', 'turns from finite to infinite or NaN, or back')
+    """
+    return "turns from finite to infinite or NaN, or back" if math.isinf(size) else f"moves by {size:.2g}"
+
+
 def examine(context: Context, trial: Trial) -> Finding:
-    """Run a trial if its needs are met, and put its name and condition on what it found."""
-    for need in trial.needs:
-        reason = need.why_not(context)
-        if reason is not None:
-            return Finding("skipped", reason, probe=trial.name)
-    context.trial = trial.name
-    result = trial.function(context)
-    finding = result if isinstance(result, Finding) else _Comparisons(context, trial.pairs).finding(result)
-    words = context.condition.words
-    leaks = tuple(
-        # Leaks that other trials found under conditions of their own keep what they are.
-        replace(leak, probe=trial.name)
-        if leak.under
-        else replace(leak, probe=trial.name, paired=trial.pairs, under=words)
-        for leak in finding.leaks
-    )
+    """Run a trial, and put its name and condition on what it found."""
+    context.trial, words = trial.name, context.condition.words
+    try:
+        result = trial.function(context)
+        finding = result if isinstance(result, Finding) else _Comparisons(context, trial.pairs).finding(result)
+    except Skipped as skipped:
+        finding = Finding("skipped", str(skipped), (), skipped.measured)
+    own: dict[str, Any] = {"paired": trial.pairs, "under": words, "drawn": context.condition.length is None}
+    # Leaks that other trials found under conditions of their own keep what they are.
+    leaks = tuple(replace(leak, probe=trial.name, **({} if leak.under else own)) for leak in finding.leaks)
     return replace(finding, probe=trial.name, condition=words, leaks=leaks)
 
 
@@ -125,8 +230,6 @@ class _Comparisons:
         pairs = self.sure or self.doubtful  # doubtful pairs add nothing to sure ones
         leaks = tuple(pairs[pair] for pair in (sorted(pairs) if self.pairs else pairs))
         measured = {"greatest": self.greatest, "runs": self.runs, "poisoned": self.poisoned, **summary.measured}
-        if summary.skipped:
-            return Finding("skipped", summary.skipped, (), {**measured, "greatest": 0.0})
         if summary.warning:
             return Finding("warning", summary.warning, (), measured)
         if not leaks:
@@ -138,21 +241,18 @@ class _Comparisons:
         """Run a case, and note what differs."""
         self.runs += 1
         self.context.show_progress(self.context.trial, self.runs)
-        expected = self.context.base if case.expected is None else case.expected
         try:
-            rows = (case.run or self.context.system)(case.inputs)
-            if rows.shape != expected.shape:
-                raise LookupError(f"its answer has the shape {rows.shape}, expected {expected.shape}")
+            outputs = case.outputs(self.context)
         except Exception as error:
-            if case.refusable:
-                return None
-            raise _raised(self.context, error) from error
+            if case.every:
+                raise _raised(self.context, error) from error
+            return None
         difference = compare(
-            expected, rows, self.context.noise, case.where, same_order=case.same_order, non_finite=case.non_finite
+            *outputs, self.context.noise, case.where, same_order=case.same_order, overflows=case.overflows
         )
         self.poisoned += int((np.isinf(difference.moved) & case.where).sum())
         if case.keys is not None:
-            self._followed(case, difference)
+            self._follow(case, case.keys, difference)
             return difference
         if not case.noted:
             return difference
@@ -164,11 +264,11 @@ class _Comparisons:
             spots = [(r, q, float(difference.sizes[r, q])) for r, q in np.argwhere(difference.sizes > 0).tolist()]
         confirmed: dict[int, Any] = {}
         for row, position, size in spots:
-            kind = self.context.noise.classify(size, difference.scale, same_order=case.same_order)
-            leak = case.leak(row, position, size)
+            kind = difference.kind(size)
             if kind == "clean":
                 continue
-            if case.by_row and len(rows) > 1 and self._pair(leak) not in self.sure:
+            leak = case.leak(row, position, size)
+            if case.by_row and len(difference.sizes) > 1 and self._pair(leak) not in self.sure:
                 if row not in confirmed:
                     confirmed[row] = self._row_alone(case, row)
                 alone = confirmed[row]
@@ -179,43 +279,40 @@ class _Comparisons:
 
     def _row_alone(self, case: Case, row: int) -> Any:
         """How far the positions of a row, (N,), move where nothing but this row changes; None where that does not run."""
-        inputs, noise, system = self.context.inputs, self.context.noise, self.context.system
-        where = np.broadcast_to(case.where, (inputs.batch, case.inputs.n))
-        if case.inputs.n == inputs.n:
-            mixed = inputs.change(np.arange(inputs.batch)[:, None] == row, case.inputs)
-            return compare(self.context.base, system(mixed), noise, where).sizes[row]
+        inputs, changed, system = self.context.inputs, case.run.inputs, self.context.system
+        where = np.broadcast_to(case.where, (inputs.batch, changed.n))
+        if changed.n == inputs.n:
+            mixed = inputs.change(np.arange(inputs.batch)[:, None] == row, changed)
+            return self.context.compare(system(mixed), where).sizes[row]
         try:
-            whole, short = (system(one.rows([row]))[:, : case.inputs.n] for one in (inputs, case.inputs))
-            return compare(whole, short, noise, where[[row]]).sizes[0]
+            whole, short = (system(one.rows([row]))[:, : changed.n] for one in (inputs, changed))
+            return compare(whole, short, self.context.noise, where[[row]]).sizes[0]
         except Exception:
             return None
 
     def _pair(self, leak: Leak) -> tuple[int, int, int]:
         return leak.query, leak.key, -1 if self.pairs else leak.row
 
-    def _note(self, leak: Leak, kind: str, case: Case, spot: tuple[int, int]) -> None:
+    def _note(self, leak: Leak, kind: Kind, case: Case, spot: tuple[int, int]) -> None:
         sure = kind == "leak" and (bool(self.sure) or self._repeats(leak, case, spot))
         leaks, pair = self.sure if sure else self.doubtful, self._pair(leak)
         if pair not in leaks or leaks[pair].size < leak.size:
             leaks[pair] = leak
         if sure and self.watch is None:
-            if case.watch is not None:
-                self.watch = case.watch(*spot)
-            elif case.run is None:
-                self.watch = tuple(watch(self.context, inputs, *spot) for inputs in (self.context.inputs, case.inputs))
+            runs = (case.before or self.context.example).watch(*spot), case.run.watch(*spot)
+            self.watch = None if None in runs else runs
 
     def _repeats(self, leak: Leak, case: Case, spot: tuple[int, int]) -> bool:
         """Whether the first leak shows again; then the model is known to repeat itself."""
-        if case.expected is not None or case.run is not None:
+        if case.before is not None:
             return True
-        before, after = (self.context.system(inputs) for inputs in (self.context.inputs, case.inputs))
+        before, after = (run.compute() for run in (self.context.example, case.run))
         if before.shape != after.shape:
             return True
         return bool(compare(before, after, self.context.noise).moved[spot] >= leak.size / 2)
 
-    def _followed(self, case: Case, difference: Difference) -> None:
+    def _follow(self, case: Case, changed: Bools, difference: Difference) -> None:
         """For each row, one query that moved and one key that moves it alone, by halving."""
-        assert case.keys is not None
         wrong = difference.sizes > 0  # (B, N)
         for row in np.flatnonzero(wrong.any(axis=1)).tolist():
             query = int(np.flatnonzero(wrong[row])[-1])
@@ -224,46 +321,33 @@ class _Comparisons:
             if query in known or self.bisected >= _BISECTED:
                 continue
             self.bisected += 1
-            keys = np.flatnonzero(case.keys[row % len(case.keys)])
-            moved = self._moved(case, keys, row, query)
-            if moved is None or moved[1] != kind:
+            keys = np.flatnonzero(changed[row % len(changed)])
+            moved = self._moved(case, keys, row, query, kind)
+            if moved is None:
                 continue  # a change of other rows moves it
-            size, _, inputs, all_keys = *moved, len(keys)
+            one, all_keys = moved, len(keys)
             while len(keys) > 1:
                 for half in (keys[: len(keys) // 2], keys[len(keys) // 2 :]):
-                    moved = self._moved(case, half, row, query)
-                    if moved is not None and moved[1] == kind:
+                    moved = self._moved(case, half, row, query, kind)
+                    if moved is not None:
                         break
                 else:
                     break
-                keys, (size, _, inputs) = half, moved
-            leak = Leak(query, int(keys[0]), size, row)
-            if len(keys) > 1:
-                how = describe_movement(size, f" when all {all_keys} inputs hidden from it change together")
-                leak = replace(leak, note=f"output {query} {how}")
-            self.greatest = max(self.greatest, size)
-            self._note(leak, kind, replace(case, inputs=inputs), (row, query))
+                keys, one = half, moved
+            note = f"output {{query}} {{moves}}{{comma}} when all {all_keys} inputs hidden from it change together"
+            found = replace(case, run=one[1], key=int(keys[0]), note=note if len(keys) > 1 else "")
+            self.greatest = max(self.greatest, one[0])
+            self._note(found.leak(row, query, one[0]), kind, found, (row, query))
 
-    def _moved(self, case: Case, keys: Any, row: int, query: int) -> tuple[float, str, Inputs] | None:
+    def _moved(self, case: Case, keys: Any, row: int, query: int, kind: Kind) -> tuple[float, Run] | None:
+        """How far these keys of a row alone move the query, and the run that shows it; None where that is of another kind."""
         example = self.context.inputs
         one = np.isin(np.arange(example.n), keys) & (np.arange(example.batch)[:, None] == row)
-        inputs = example.change(one, case.inputs)
+        run = self.context.run(example.change(one, case.run.inputs))
         self.runs += 1
-        rows = self.context.system(inputs)
-        moved = self.context.compare(rows, same_order=True, non_finite=case.non_finite)
+        moved = self.context.compare(run.output, same_order=True, overflows=case.overflows)
         size = float(moved.sizes[row, query])
-        kind = self.context.noise.classify(size, moved.scale)
-        return None if kind == "clean" else (size, kind, inputs)
-
-
-def watch(context: Context, inputs: Inputs, row: int, position: int) -> Any:
-    """One position of a run of the system; None for one that is no torch module."""
-    system = context.system
-    if system.module is None:
-        return None
-    from lowtri.auditing.torch_hooks import Watch
-
-    return Watch(system.module, lambda: system(inputs), row, position, (inputs.batch, inputs.n))
+        return (size, run) if kind != "clean" and moved.kind(size) == kind else None
 
 
 def _raised(context: Context, error: Exception) -> CallError:
@@ -274,19 +358,6 @@ def _raised(context: Context, error: Exception) -> CallError:
     if isinstance(error, IndexError) and context.inputs.discrete:
         fix = f"vocab_size=, which says how many ids there are; they were drawn up to {int(context.vocabulary.max())}"
     return CallError(f"audit: the model raised {first_line(error)}, in the trial {context.trial}.\nFix: {fix}.")
-
-
-def try_example(context: Context) -> None:
-    """Measure the example's own rows and noise, or raise CallError with what the model raised."""
-    try:
-        context.noise  # noqa: B018 (measured where it is first read)
-    except LowtriError:
-        raise
-    except Exception as error:
-        raise CallError(
-            f"audit: the model raised {first_line(error)}, on the example itself.\n"
-            "Fix: an example that the model takes: ids within its table, the dtype it needs, all of its inputs."
-        ) from error
 
 
 def chosen_trials(names: Sequence[str] | None, trials: Sequence[Trial]) -> list[Trial]:
@@ -359,10 +430,10 @@ def _decided(context: Context, trial: Trial) -> tuple[Finding, str]:
     finding = examine(context, trial)
     if finding.status != "doubt" and not (finding.status == "leak" and trial.reshapes):
         return _with_module(context, trial, finding), ""
-    copy64 = context.float64
+    copy64, size = context.float64, finding.greatest
     if isinstance(copy64, str):
         return _without_copy(context, trial, finding, copy64), ""
-    second, size = examine(copy64, trial), finding.greatest
+    second = examine(copy64, trial)
     if second.status == "skipped":
         return _without_copy(context, trial, finding, second.message), ""
     if second.status != "leak" and math.isinf(size):
@@ -370,13 +441,13 @@ def _decided(context: Context, trial: Trial) -> tuple[Finding, str]:
         return replace(finding, status="undecided", message=reason, leaks=()), ""
     if second.status == "clean":
         return second, f"up to {size:.2g} in the model's precision vanishes in float64: rounding"
-    if second.status in ("doubt", "undecided"):
-        # In float64 rounding is some 1e-15; what shrank with the precision is noise that the copy still rounds.
-        if second.greatest < size / 30:
-            sizes = f"{size:.2g} in the model's precision, {second.greatest:.2g} in float64"
-            return replace(second, status="clean", message=f"nothing beyond rounding ({sizes})", leaks=()), ""
+    if second.status not in ("doubt", "undecided"):
+        return _with_module(copy64, trial, second), "confirmed in float64"
+    # In float64 rounding is some 1e-15; what shrank with the precision is noise that the copy still rounds.
+    if second.greatest >= size / 30:
         return replace(second, status="undecided", leaks=()), ""
-    return _with_module(copy64, trial, second), "confirmed in float64"
+    sizes = f"{size:.2g} in the model's precision, {second.greatest:.2g} in float64"
+    return replace(second, status="clean", message=f"nothing beyond rounding ({sizes})", leaks=()), ""
 
 
 def _without_copy(context: Context, trial: Trial, finding: Finding, reason: str) -> Finding:
@@ -401,8 +472,8 @@ def _with_module(context: Context, trial: Trial, finding: Finding) -> Finding:
     if trial.pairs:
         # The key that is furthest away: no strided part has both in one stride.
         key = max((k.key for k in finding.leaks if k.query == first.query), key=lambda key: abs(key - first.query))
-        changed = context.inputs.change(np.arange(context.n) == key, context.fresh(0))
-        pairs.insert(0, tuple(watch(context, i, first.row, first.query) for i in (context.inputs, changed)))
+        changed = context.run(context.inputs.change(np.arange(context.n) == key, context.fresh(0)))
+        pairs.insert(0, tuple(run.watch(first.row, first.query) for run in (context.example, changed)))
     try:
         names = (locate(pair[0], pair[1], context.system.signature.position_axes[0]) for pair in pairs)
         name = next((name for name in names if name is not None), None)
