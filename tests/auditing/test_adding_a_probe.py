@@ -37,7 +37,7 @@ def test_the_recipe(tmp_path: Path) -> None:
     text = text.replace(
         "from lowtri.auditing.trial import", "from lowtri.auditing.swap import swap\nfrom lowtri.auditing.trial import"
     )
-    text = text.replace("    change,\n", f"    change,\n    {line.strip()}\n", 1)
+    text = text.replace("    gradient,\n    prefix,\n", f"    {line.strip()}\n    gradient,\n    prefix,\n")
     (auditing / "audit.py").write_text(text, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", TRIAL], env=environment, cwd=tmp_path, capture_output=True, text=True)

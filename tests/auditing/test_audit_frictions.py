@@ -49,6 +49,17 @@ def test_an_index_that_does_not_exist_becomes_advice() -> None:
     assert len(text.splitlines()) <= 3
 
 
+def test_a_model_that_refuses_what_is_put_in_place_of_hidden_inputs() -> None:
+    def model(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if np.abs(x).max() > 50:  # as no random value is, but every extreme one
+            raise ValueError("x is too large")
+        return np.cumsum(x, axis=-2)
+
+    words = "the model raised ValueError: x is too large, in the trial change.\nFix: the model must take any values"
+    with pytest.raises(lowtri.CallError, match=words):
+        lowtri.audit(model, vectors(2, N, D).numpy(), length=0)
+
+
 @pytest.mark.parametrize("ask", [lowtri.audit, lowtri.infer_mask])
 def test_an_example_that_the_model_does_not_take(ask: Callable[..., Any]) -> None:
     with pytest.raises(lowtri.CallError, match=r"raised IndexError: .*, on the example itself.\nFix: an example that"):

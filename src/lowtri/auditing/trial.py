@@ -97,10 +97,9 @@ class Case:
     origin: tuple[int, int] = (0, 0)  # the row and the position of the example at which the compared rows begin
     same_order: bool = False  # both runs add the same sums in the same order
     overflows: bool = False  # numbers may turn infinite or NaN
-    every: bool = (
-        False  # each position that differs is a leak, and not only the first; and the model must take the inputs
-    )
+    every: bool = False  # each position that differs is a leak, and not only the first
     earliest: bool = False  # the first position of all rows, and not of the row that differs most
+    refusable: bool = True  # the model may refuse these inputs
     noted: bool = True  # a difference is a leak; else the trial itself judges it
     by_row: bool = False  # whether a row that differs is tried again with no other row changed
     keys: Bools | None = None  # (1 or B, N): what is changed, where a leak is to be followed down to one of them
@@ -244,9 +243,9 @@ class _Comparisons:
         try:
             outputs = case.outputs(self.context)
         except Exception as error:
-            if case.every:
-                raise _raised(self.context, error) from error
-            return None
+            if case.refusable:
+                return None
+            raise _raised(self.context, error) from error
         difference = compare(
             *outputs, self.context.noise, case.where, same_order=case.same_order, overflows=case.overflows
         )

@@ -39,7 +39,7 @@ def change(context: Context) -> Cases:
         for key in keys:
             where = np.arange(n) == key
             run, still = context.run(inputs.change(where, fresh)), context.independent_of(where)
-            difference = yield Case(run, still, key=key, same_order=True, every=True, by_row=True)
+            difference = yield Case(run, still, key=key, same_order=True, every=True, refusable=False, by_row=True)
             if difference is not None:
                 context.seen[:, key] = np.fmax(context.seen[:, key], difference.moved.max(axis=0))
     for salt, kind in kinds:
@@ -52,7 +52,8 @@ def change(context: Context) -> Cases:
                 still = context.independent_of(where) & ((np.arange(n) == query) | (len(queries) < n))
                 # Extreme vectors may overflow on the way and reach an output as 0 * inf; that is counted, and is no leak.
                 overflows = kind == "extreme" and not inputs.discrete
-                yield Case(context.run(changed), still, same_order=True, overflows=overflows, keys=where)
+                run = context.run(changed)
+                yield Case(run, still, same_order=True, refusable=False, overflows=overflows, keys=where)
     draws *= inputs.batch
     looked = "every pair" if len(keys) == n else f"{len(keys)} keys and {len(queries)} queries of {n}"
     extent = f"{looked}, {draws} draws and one extreme{', one of its own ids' if inputs.discrete else ''}"
