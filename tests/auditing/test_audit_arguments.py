@@ -140,6 +140,7 @@ def test_an_argument_whose_probe_is_left_out_is_noted() -> None:
         ({"probes": 3}, "probes=3, expected a list of names"),
         ({"position_axis": "a"}, "position_axis='a', expected the number of an axis"),
         ({"output_axis": 0.5}, "output_axis=0.5, expected the number of an axis"),
+        ({"output_axis": -9}, r"no axis with one row for each of the 8 positions was found.\nFix: .* output_axis="),
         ({"batch_axis": "b"}, "batch_axis='b', expected the number of an axis"),
         ({"batch_axis": 9}, r"batch_axis=9 is no axis of an example of shape \(2, 8\) besides the positions' axis 1"),
         ({"batch_axis": 1}, "batch_axis=1 is no axis"),

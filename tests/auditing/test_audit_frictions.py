@@ -49,6 +49,19 @@ def test_an_index_that_does_not_exist_becomes_advice() -> None:
     assert len(text.splitlines()) <= 3
 
 
+@pytest.mark.parametrize("probe", ["change", "cache"])
+def test_an_index_that_does_not_exist_becomes_advice_in_every_trial(probe: str) -> None:
+    embed = nn.Embedding(6, D)
+
+    def step(state: Any, ids: Tensor) -> Any:
+        state = embed(ids) + (0 if state is None else state)
+        return state, state
+
+    words = rf"the model raised IndexError: .*, in the trial {probe}.\nFix: vocab_size=, .* drawn up to 49"
+    with pytest.raises(lowtri.CallError, match=words):
+        lowtri.audit(lambda ids: embed(ids).cumsum(1), IDS, vocab_size=50, probes=[probe], step=step)
+
+
 def test_a_model_that_refuses_what_is_put_in_place_of_hidden_inputs() -> None:
     def model(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if np.abs(x).max() > 50:  # as no random value is, but every extreme one

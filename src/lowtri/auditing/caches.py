@@ -186,6 +186,7 @@ def cache(context: Context) -> Cases:
     for words, sizes in ways.items():
         for salt in (None, 400) if words not in ahead else ():
             before = context.example if salt is None else context.run(context.fresh(salt))
+            before.output  # noqa: B018 (run, since only the decoding may refuse)
             way = _Way(context, decoder, words, sizes, before, real, tried, refused)
             difference = yield way.case()
             if difference is None or difference.status != "clean":

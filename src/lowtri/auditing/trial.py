@@ -16,7 +16,7 @@ import numpy as np
 
 from lowtri.auditing.context import Context, Difference, Kind, Options, Run, compare, describe_difference
 from lowtri.auditing.system import Bools, Rows, first_line
-from lowtri.errors import CallError
+from lowtri.errors import CallError, LowtriError
 
 Status = Literal["clean", "leak", "doubt", "undecided", "warning", "skipped"]
 
@@ -90,7 +90,7 @@ class Case:
 
     run: Run
     where: Bools | bool
-    # The leak's sentence, with {row}, {query}, {key}, {size}, {moves}, {comma} and {differs}; else "position q sees position k".
+    # The leak's sentence, with {row}, {query}, {key}, {moves} and {comma}; else "position q sees position k".
     note: str | Callable[[Leak], str] = ""
     key: int | Callable[[int, int], int] | None = None  # the leak's, of a row and a query; by default the query
     before: Run | None = None  # by default the run on the example itself
@@ -111,17 +111,9 @@ class Case:
         leak = Leak(query, key, size, row)
         if callable(self.note):
             return replace(leak, note=self.note(leak))
-        moves, comma, differs = describe_movement(size), "," if math.isinf(size) else "", describe_difference(size, "")
-        words = {
-            "row": row,
-            "query": query,
-            "key": key,
-            "size": size,
-            "moves": moves,
-            "comma": comma,
-            "differs": differs,
-        }
-        return replace(leak, note=self.note.format(**words))
+        comma = "," if math.isinf(size) else ""
+        note = self.note.format(row=row, query=query, key=key, moves=describe_movement(size), comma=comma)
+        return replace(leak, note=note)
 
     def outputs(self, context: Context) -> tuple[Rows, Rows]:
         """The rows of both runs; LookupError where their shapes differ."""
@@ -198,6 +190,10 @@ def examine(context: Context, trial: Trial) -> Finding:
         finding = result if isinstance(result, Finding) else _Comparisons(context, trial.pairs).finding(result)
     except Skipped as skipped:
         finding = Finding("skipped", str(skipped), (), skipped.measured)
+    except LowtriError:
+        raise
+    except Exception as error:
+        raise _raised(context, error) from error
     own: dict[str, Any] = {"paired": trial.pairs, "under": words, "drawn": context.condition.length is None}
     # Leaks that other trials found under conditions of their own keep what they are.
     leaks = tuple(replace(leak, probe=trial.name, **({} if leak.under else own)) for leak in finding.leaks)
