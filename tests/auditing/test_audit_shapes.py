@@ -174,3 +174,15 @@ def test_the_source_of_a_translation_goes_with_its_row(length: int) -> None:
     if length != N:  # without a name, a length of its own tells that it does not follow the positions
         assert lowtri.audit(Translating(), (source, ids), input=1).ok
         assert not lowtri.audit(Translating(across=True), (source, ids), input=1).ok
+
+
+def test_a_model_gets_tensors_in_memory_of_torch() -> None:
+    """Whose alignment is always the same, so that a model repeats itself to the last bit."""
+    starts = []
+
+    def model(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        starts.extend((x.data_ptr(), bias.data_ptr()))
+        return x.cumsum(1) + 0 * bias.sum()
+
+    lowtri.audit(model, (torch.randn(2, 5, 3), torch.zeros(5, 5, dtype=torch.int64)), length=0)
+    assert len(starts) > 50 and all(start % 64 == 0 for start in starts)

@@ -142,7 +142,8 @@ class CallSignature:
             return np.array(value, dtype, order="C")
         import torch
 
-        tensor = torch.from_numpy(np.array(value, order="C"))
+        # In memory that torch has allocated: sums of arrays with other alignments are rounded in other ways.
+        tensor = torch.tensor(np.ascontiguousarray(value))
         dtype = dtype or tensor.dtype
         if self.float64 and dtype.is_floating_point:
             dtype = torch.float64
