@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lowtri.auditing.system import Inputs
-
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
@@ -65,7 +63,7 @@ def _grouped(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, *
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-def run_with_leaves(system: Any, inputs: Inputs, make: Make) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def run_with_leaves(system: Any, inputs: Any, make: Make) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Run the system with its vectors passed through `make`, which gets them in the caller's own layout.
 
     Returns:
@@ -112,7 +110,7 @@ class _Lookup(TorchFunctionMode):
         return self.replaced(result)
 
 
-def looked_up(system: Any, inputs: Inputs) -> int | None:
+def looked_up(system: Any, inputs: Any) -> int | None:
     """The length of the shortest table in which the ids themselves are looked up; None where no look-up was recognised."""
     ids, sizes = system.signature.sequence(inputs.sequences[0]), list[int]()
     if isinstance(ids, torch.Tensor):
