@@ -18,7 +18,7 @@ from lowtri.auditing.caches import cache, state
 from lowtri.auditing.conditions import code_paths, longer, training
 from lowtri.auditing.context import Context, Options, vocabulary
 from lowtri.auditing.report import AuditReport
-from lowtri.auditing.system import System, check_axes, module_behind, parameters, read_example, redrawn
+from lowtri.auditing.system import System, check_axes, module_behind, parameters, read_example
 from lowtri.auditing.trial import Finding, Leak, Trial, chosen_trials, nothing_ran, require_requested, run_trials
 from lowtri.auditing.trials import (
     batch,
@@ -290,6 +290,24 @@ _EXPECTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "True, False or a standard deviation above 0",
     ),
 )
+
+
+def redrawn(model: Any, redraw: bool | float, seed: int) -> Any:
+    """A copy whose matrices are drawn anew; vectors (norms, biases) stay. The model itself where `redraw` is false."""
+    if not redraw:
+        return model
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise CallError(f"audit: redraw= needs a torch module, got {type(model).__name__}.\nFix: drop redraw=.")
+    redrawn_copy = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in redrawn_copy.parameters():
+            if parameter.dim() >= 2 and parameter.is_floating_point():
+                fresh = torch.randn(parameter.shape, generator=generator) * (0.15 if redraw is True else float(redraw))
+                parameter.copy_(fresh.to(parameter))
+    return redrawn_copy
 
 
 def progress_line(requested: bool | None, started: float) -> Callable[[str, int], None]:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowtri.auditing.audit import check_arguments
+from lowtri.auditing.audit import check_arguments, redrawn
 from lowtri.auditing.context import Context, Options, movement, vocabulary
-from lowtri.auditing.system import Bools, System, read_example, redrawn
+from lowtri.auditing.system import Bools, System, read_example
 from lowtri.auditing.trials import blocks, real_positions
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, UndecidedError

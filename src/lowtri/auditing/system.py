@@ -528,24 +528,6 @@ def module_behind(model: Any) -> Any:
     return next((owner for owner in owners if owner is not None and hasattr(owner, "named_modules")), None)
 
 
-def redrawn(model: Any, redraw: bool | float, seed: int) -> Any:
-    """A copy whose matrices are drawn anew; vectors (norms, biases) stay. The model itself where `redraw` is false."""
-    if not redraw:
-        return model
-    import torch
-
-    if not isinstance(model, torch.nn.Module):
-        raise CallError(f"audit: redraw= needs a torch module, got {type(model).__name__}.\nFix: drop redraw=.")
-    redrawn_copy = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in redrawn_copy.parameters():
-            if parameter.dim() >= 2 and parameter.is_floating_point():
-                fresh = torch.randn(parameter.shape, generator=generator) * (0.15 if redraw is True else float(redraw))
-                parameter.copy_(fresh.to(parameter))
-    return redrawn_copy
-
-
 def without_gradients() -> contextlib.AbstractContextManager[Any]:
     """`torch.no_grad()`, where torch has been imported."""
     torch = sys.modules.get("torch")
