@@ -60,7 +60,8 @@ class WeightMaps:
 
     def __str__(self) -> str:
         """The overview, then the head that is shown large."""
-        maps = [[f"head {h}", *self._grid(cells).lines()] for h, cells in enumerate(self.small)]
+        last = len(f"head {len(self.small) - 1}")  # the widest title, which gives all lines of maps the same columns
+        maps = [[f"head {h}".ljust(last), *self._grid(cells).lines()] for h, cells in enumerate(self.small)]
         a_line = max(1, _WIDE // (max(map(len, maps[-1])) + 2)) if maps else 1
         lines = [line for i in range(0, len(maps), a_line) for line in beside_one_another(maps[i : i + a_line], "  ")]
         lines += [*self._left_out, "", f"head {self.head}"] if maps else []

@@ -7,7 +7,7 @@ import json
 import math
 import mmap
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 import mkl_avx512
 from lowtri import mask
-from lowtri.benching import ceilings, checkup, peers, table, timing
+from lowtri.benching import ceilings, checkup, machine, peers, table, timing
 from lowtri.benching.cases import CASES, Case, choose
 from lowtri.benching.machine import facts, headline
 from lowtri.benching.table import CEILING, Figure, Row
@@ -268,6 +268,18 @@ def test_the_headline_says_when_others_compute() -> None:
     assert "A CPU, 1 thread of 2 CPUs, load 1.0\n" in headline(quiet)
     assert "(others compute, too: figures are too low" in headline({**quiet, "load": 1.9})
     assert "2 threads of 2 CPUs, load 1.0 (others" in headline({**quiet, "threads": 2})
+
+
+def test_a_package_without_metadata_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "torch":  # can be imported, from a folder without its metadata
+            raise PackageNotFoundError(name)
+        return "2.0"
+
+    monkeypatch.setattr(machine, "version", version)
+    found = machine.versions()
+    assert found["torch"] is None and found["numpy"] == "2.0"
+    assert "torch" not in machine.headline(machine.facts(1))
 
 
 def test_json_holds_what_was_measured() -> None:

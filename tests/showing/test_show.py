@@ -66,6 +66,12 @@ def test_pooled_rows_keep_their_sum(nq: int, nk: int, most: int, seed: int) -> N
     np.testing.assert_allclose(cells.values.sum(1), means, rtol=1e-12)
 
 
+def test_maps_of_all_lines_stand_below_one_another() -> None:
+    lines = str(lowtri.show(causal_weights(20, 3))).splitlines()
+    titles = [line for line in lines if line.startswith("head ")][:2]
+    assert [title.index("head 1") for title in titles] == [9, 0] and titles[1].index("head 11") == 9
+
+
 def test_of_large_heads_some_queries_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtri.showing._AT_ONCE", 64 * 640 * 3)
     weights = np.repeat(np.arange(640.0)[:, None], 640, axis=1)[None] / 640

@@ -7,13 +7,12 @@ import platform
 import sys
 from contextlib import suppress
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lowtri import system
 from lowtri._version import __version__
-from lowtri.extras import is_installed
 
 _CPU_INFO, _CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE = 32 * 2**20
@@ -81,6 +80,10 @@ def last_cache_bytes() -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, lowtri and its numerical packages; None for what is not installed."""
-    own = {"lowtri": __version__, "python": platform.python_version()}
-    return own | {name: version(name) if is_installed(name) else None for name in ("numpy", "torch")}
+    """Versions of Python, lowtri and its numerical packages; None for what is not installed, or has no metadata."""
+    numbers: dict[str, str | None] = {"lowtri": __version__, "python": platform.python_version()}
+    for name in ("numpy", "torch"):
+        numbers[name] = None
+        with suppress(PackageNotFoundError):
+            numbers[name] = version(name)
+    return numbers

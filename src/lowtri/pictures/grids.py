@@ -118,7 +118,7 @@ class Grid:
     @property
     def above(self) -> float:
         """The height of what stands directly above the cells; the last slanted label leans to the right by nine tenths of it."""
-        return LETTER * max(map(display_width, self.columns)) * 0.71 + 8 if self.columns else 18.0 * bool(self.ends)
+        return LETTER * max(map(display_width, self.columns)) * 0.71 + 12 if self.columns else 18.0 * bool(self.ends)
 
     @property
     def width(self) -> float:

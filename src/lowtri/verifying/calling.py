@@ -42,8 +42,12 @@ def _options(given: Call, **names: str) -> Keywords:
     """What a case asks for besides its mask, under the names of a signature; "" is for what the mask's argument carries."""
     case, alibi = given.case, "alibi" in names and given.slopes is not None
     asked = {
-        **{"softcap": given.softcap, "bias": None if alibi else given.bias, "sinks": given.sinks},
-        **{"lse": case.lse or None, "scale": case.scale, "alibi": given.slopes if alibi else None},
+        "softcap": given.softcap,
+        "bias": None if alibi else given.bias,
+        "sinks": given.sinks,
+        "lse": case.lse or None,
+        "scale": case.scale,
+        "alibi": given.slopes if alibi else None,
         "heads": True if case.hkv != case.hq and "heads" in names else None,
     }
     for name, value in asked.items():
@@ -57,7 +61,7 @@ def _options(given: Call, **names: str) -> Keywords:
 
 def _mask(given: Call) -> dict[str, Keywords]:
     options = _options(given, scale="scale", softcap="softcap", bias="bias", sinks="sinks", lse="return_lse")
-    return {"": options | {"mask": given.case.mask}}
+    return {"": {"mask": given.case.mask} | options}
 
 
 def _sdpa(given: Call) -> dict[str, Keywords]:
@@ -105,7 +109,10 @@ def _flex(given: Call) -> dict[str, Keywords]:
 
 
 SIGNATURES: dict[str, Callable[[Call], dict[str, Keywords]]] = {
-    **{"mask": _mask, "sdpa": _sdpa, "flash": _flash, "flex": _flex}
+    "mask": _mask,
+    "sdpa": _sdpa,
+    "flash": _flash,
+    "flex": _flex,
 }
 
 
