@@ -472,3 +472,17 @@ def test_slots_without_a_token_hold_numbers():
     finally:
         torch.use_deterministic_algorithms(False)
     assert (positions < 0).any()
+
+
+@pytest.mark.parametrize(
+    ("mask", "prompt", "most"),
+    [("causal", 4000, 4544), ("causal & window(4096)", 3500, 4992), ("causal & (window(1024) | first(4))", 900, 1344)],
+)
+def test_a_long_prompt_leaves_few_slots_unused(mask, prompt, most):
+    cache, tokens, token = KVCache(mask), np.zeros((1, prompt, 1)), np.zeros((1, 1, 1))
+    cache.append(tokens, tokens)
+    capacities = []
+    for _ in range(500 if mask == "causal" else 1500):
+        cache.append(token, token)
+        capacities.append(cache.capacity)
+    assert max(capacities) <= most

@@ -5,7 +5,7 @@ on can see it in any row of the batch: ``mask.tile(t, POSITION_MAX, k, k + 1)`` 
 tile call for all keys, and the tokens that are left then move to the front, so that the cost per token is small:
 
     full              one FULL answer for the whole range: nothing is evicted, and the capacity doubles when it is full
-    windows, chunks   the capacity stays at the keys that are seen and one block
+    windows, chunks   the capacity grows by quarters until keys are evicted, then it stays at those that are seen and one block
     sinks, prefixes   their keys are never EMPTY, so they stay
 """
 
@@ -174,12 +174,17 @@ class SlotAllocator:
         if evicted:
             self.evicted += evicted
             self._complete_from = first.copy()
-        self._since_sweep, self._interval = 0, max(self.block, len(live) // 8)
-        self._most_live = max(self._most_live, len(live))
         capacity, needed = self.capacity, len(live) + n
+        self._since_sweep, self._interval = 0, max(self.block, needed // 8)
+        self._most_live = max(self._most_live, len(live))
         enough = max(self._round(max(self._most_live, needed) + self._interval), self.floor)
         if self.top + n > capacity and capacity - needed < self._interval // 2:
-            capacity = enough if evicted or not len(used) else self._round(2 * needed)
+            if evicted or not len(used):
+                capacity = enough
+            else:  # a quarter more where tokens will be evicted at some time, so that little of it stays unused
+                last = np.full_like(first, POSITION_MAX - 1)
+                evicts = self._invisible(self.positions[:, used], last).all(0).any()
+                capacity = self._round(needed + max(self._interval, needed // 4) if evicts else 2 * needed)
         elif evicted and capacity > enough + enough // 4:
             capacity = enough  # after a long prompt, a window needs less
         if len(live) < self.top or capacity != self.capacity:
