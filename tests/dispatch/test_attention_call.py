@@ -340,6 +340,12 @@ def test_numbers_of_any_plain_kind_are_taken():
         assert np.array_equal(attention(X, X, X, "causal", scale=kind(2), softcap=kind(3), dropout=kind(0)), expected)
 
 
+def test_none_for_a_result_is_no():
+    for x in (X, T, T.clone().requires_grad_()):
+        output = attention(x, x, x, "causal", return_lse=None, return_weights=None)
+        assert (output == attention(x, x, x, "causal")).all()
+
+
 def test_positions_of_any_plain_kind_are_taken():
     q = np.random.default_rng(0).normal(size=X.shape)
     expected = attention(q, q, q, "causal")

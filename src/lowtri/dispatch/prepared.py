@@ -147,10 +147,10 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
     if of_bias is not None or sinks is not None or q_positions or k_positions:
         kind = bias.kind if isinstance(bias, DistanceBias) else None
         others = options._replace(bias=kind, sinks=None, q_positions=None, k_positions=None)
-    few = None
     try:
-        if _is_decode(arrays):
-            few = _without_keys(arrays), mask, options.q_positions is None, options.k_positions is None, others
+        few = _key_for_any_keys(arrays)
+        if few is not None:
+            few = few, mask, options.q_positions is None, options.k_positions is None, others
             ready = PREPARED.get(few)
             if ready is not None:
                 inputs = Inputs(q, k, v, None, sinks)
@@ -179,9 +179,10 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
 
 
 def _array_keys(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
-    """What a prepared call depends on of its arrays: settings, and for each its shape, dtype, strides and further facts, or None.
+    """What a prepared call depends on of its arrays: settings, and for each array a key, None where there is no such array.
 
-    None also if the memory of one does not hold its numbers as they are. Written without a loop, since every call runs it.
+    A key has the shape, the dtype, the dispatch keys of a tensor, the strides, and whether gradients are required. The result is None
+    if the memory of an array does not hold its numbers as they are. Written without a loop, since every call runs it.
     """
     if type(q) is np.ndarray:
         settings: Any = available_threads()
@@ -217,29 +218,23 @@ def _tensors() -> Any:
 # Calls of few queries, prepared for any number of keys.
 
 
-def _is_decode(arrays: Any) -> bool:
-    """Whether few queries without gradients read keys, so that one prepared call may serve any number of these."""
-    settings, (q, *_), (k, *_), (v, *_), bias, sinks = arrays
-    if (
-        not 2 < len(q) < 5
-        or q[-2] >= FEW_QUERIES
-        or not len(q) == len(k) == len(v)
-        or k[-2] != v[-2]
-        or bias is not None
-    ):
-        return False
-    is_numpy = type(settings) is int
-    if not is_numpy and settings[1] and any(x is not None and x[3] for x in arrays[1:]):
-        return False  # gradients are recorded
-    return sinks is None or sinks[2] == (sinks[1].itemsize if is_numpy else 1,)  # kernels read them so
+def _key_for_any_keys(arrays: Any) -> Hashable | None:
+    """The keys of the arrays without the number of keys, their strides, and whether gradients are recorded.
 
-
-def _without_keys(arrays: Any) -> Hashable:
-    """The keys of the arrays without the number of keys, their strides, and whether gradients are recorded."""
-    settings, q, k, v, _, sinks = arrays
-    (*of_k, _, d), (*of_v, _, dv) = k[0], v[0]
-    threads = settings[0] if type(settings) is tuple else settings
-    return threads, q[:3], q[4:], *of_k, d, k[1], k[4:], *of_v, dv, v[1], v[4:], sinks and (sinks[:3], sinks[4:])
+    None unless few queries without gradients read keys, so that one prepared call may serve any number of these.
+    """
+    settings, q, k, v, bias, sinks = arrays
+    rank, is_numpy = len(q[0]), type(settings) is int
+    if bias is not None or not 2 < rank < 5 or q[0][-2] >= FEW_QUERIES or not rank == len(k[0]) == len(v[0]):
+        return None
+    threads, records = (settings, False) if is_numpy else settings
+    if records and (q[-1] or k[-1] or v[-1] or (sinks is not None and sinks[-1])):
+        return None
+    (*of_k, nk, d), (*of_v, nv, dv) = k[0], v[0]
+    # Kernels read contiguous sinks.
+    if nk != nv or (sinks is not None and sinks[-2] != (sinks[1].itemsize if is_numpy else 1,)):
+        return None
+    return threads, q[:-1], *of_k, d, k[1:-2], *of_v, dv, v[1:-2], sinks and sinks[:-1]
 
 
 def _at_these_keys(

@@ -75,7 +75,7 @@ def settings() -> tuple[int, bool] | None:
 def tensor_key(x: Any) -> tuple[Any, ...] | None:
     """What a prepared call depends on of a tensor; None if its data does not lie in CPU memory as it is."""
     keys = dense_keys(x)
-    return None if keys is None else (x.shape, x.dtype, x.stride(), x.requires_grad, keys)
+    return None if keys is None else (x.shape, x.dtype, keys, x.stride(), x.requires_grad)
 
 
 def loop_over_vmapped_grads(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -81,7 +81,7 @@ class CpuDecode(Prepared):
 class _AtKeys(Prepared):
     """A call for certain keys: the words of the record that depend on them, and the table that one of these is the address of."""
 
-    def __init__(self, decode: CpuDecode, launch: Launch, words: list[int], visible: NDArray[np.bool_] | None) -> None:
+    def __init__(self, decode: CpuDecode, launch: Launch, words: bytes, visible: NDArray[np.bool_] | None) -> None:
         self.decode, self.launch, self.words, self.visible = decode, launch, words, visible
         self.nbytes = 0 if visible is None else visible.nbytes
 
@@ -98,7 +98,7 @@ class _AtKeys(Prepared):
             0 if lse is None else address(lse),
             0 if bias is None else layout.bias_address(bias, layout.bias_strides),
             0 if sinks is None else address(sinks),
-            *self.words,
+            words=self.words,
         )
         return Result(to_dtype(output, decode.call.dtype) if layout.cast else output, None, lse)
 

@@ -45,7 +45,7 @@ class CpuForward(Prepared):
         shape = (*call.q.shape[:3], dv)
         output = packed(shape) if call.is_numpy else like_array(layout.arrays[0], dv)
         self.new_output = layout.new(shape, output, layout.dtype)
-        self.planes = 2 if call.needs_grad else int(call.return_lse)  # the log-sum-exp, and what it loses to rounding
+        self.planes = 2 if call.needs_grad else 1 if call.return_lse else 0  # log-sum-exp; what it loses to rounding
         self.new_lse = layout.new((self.planes, *shape[:3])) if self.planes else None
         fields = layout.fields() | {"plan": of_plan(self.plan), "o_strides": strides(output)}
         self.launch = layout.launch("forward", fields | {"tasks": batch * heads * self.plan.rows}, self.plan)
@@ -167,7 +167,7 @@ class _Backward:
             0 if bias is None else layout.bias_address(bias, layout.bias_strides),
             output.data_ptr(),
             lse,
-            lse + sums.nbytes // 2 if len(sums) == 2 else 0,
+            lse + sums.nbytes // 2 if sums.shape[0] == 2 else 0,  # len() of a tensor takes a microsecond
             d_output.data_ptr(),
             0 if d_lse is None else d_lse.data_ptr(),
             0 if delta is None else delta.data_ptr(),

@@ -14,7 +14,6 @@ import mmap
 import struct
 from collections.abc import Callable, Sequence
 from math import prod
-from operator import methodcaller
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -36,7 +35,7 @@ class Launch:
     Args:
         fields: the record's fields but for the run's and the scratch memory's, by name.
         keep: the owner of the memory that the fields point to.
-        varying: names of fields that each run writes, with all words before them, after the addresses (:meth:`words`).
+        varying: names of fields that differ between runs, whose numbers each run is given (:meth:`words`).
     """
 
     def __init__(
@@ -54,28 +53,28 @@ class Launch:
         self._template = bytes(start) + prepared
         self._places = [place for name in varying for place in _words(record.dtype, name, start)]
         self._words = list(struct.unpack_from(f"{max(self._places, default=-1) + 1}q", prepared))
-        self._write = struct.Struct(f"{start // 8 + len(self._words)}q").pack_into
+        self._write = struct.Struct(f"{start // 8}q{8 * len(self._words)}s").pack_into
         self._code = code(symbol(record.name, spec))
         self._call = self._code.call
         # A pool of records and their addresses; a record is used by one run at a time.
         self._records: list[tuple[Any, int]] = []
 
-    def words(self, numbers: Sequence[int]) -> list[int]:
+    def words(self, numbers: Sequence[int]) -> bytes:
         """The words that each run writes, where the varying fields have these numbers."""
         words = self._words.copy()
         for place, number in zip(self._places, numbers, strict=True):
             words[place] = number
-        return words
+        return struct.pack(f"{len(words)}q", *words)
 
-    def run_at(self, *numbers: int) -> None:
-        """Run the kernel on arrays at these addresses, in the order of the ABI, 0 for absent ones; then the varying words."""
+    def run_at(self, *addresses: int, words: bytes = b"") -> None:
+        """Run the kernel on arrays at these addresses, in the order of the ABI, 0 for absent ones; with varying words."""
         try:
             record, where = self._records.pop()
         except IndexError:
             record = ctypes.create_string_buffer(self._template)
             where = ctypes.addressof(record)
         scratch = _take_scratch(self.scratch_bytes)
-        self._write(record, 0, 0, 0, scratch.address, *numbers)
+        self._write(record, 0, 0, 0, scratch.address, *addresses, words)
         offset, size = self._zeros
         if size:
             ctypes.memset(scratch.address + offset, 0, size)
@@ -183,7 +182,7 @@ class ArrayLayout:
         self.bias_strides = () if bias is None else bias.strides if self._keeps(bias) else packed(bias.shape)
         self.unchanged = not self.cast and all(map(self._keeps, others))
         self.unchanged &= not self.decodes or call.q.strides == packed(call.q.shape)
-        self.address: Callable[[Any], int] = _address_of_array if call.is_numpy else methodcaller("data_ptr")
+        self.address: Callable[[Any], int] = _address_of_array if call.is_numpy else _address_of_tensors()
 
     def inputs(self, inputs: Inputs) -> Inputs:
         """The arrays in dtypes that the kernels read; ``inputs`` themselves where they are ``unchanged``, which callers ask first."""
@@ -211,10 +210,11 @@ class ArrayLayout:
             return lambda like: np.empty(shape, kind)
         import torch
 
-        element, steps = getattr(torch, kind), steps or packed(shape)
+        steps = steps or packed(shape)
+        other = {} if kind == self.dtype else {"dtype": getattr(torch, kind)}
 
         def make(like: Any) -> Any:
-            return like.new_empty_strided(shape, steps, dtype=element)
+            return like.new_empty_strided(shape, steps, **other)
 
         def make_large(like: Any) -> Any:
             x = make(like)
@@ -300,6 +300,12 @@ def to_dtype(x: Any, dtype: str) -> Any:
 
 def _address_of_array(x: Any) -> int:
     return int(x.ctypes.data)
+
+
+def _address_of_tensors() -> Callable[[Any], int]:
+    import torch
+
+    return torch.Tensor.data_ptr
 
 
 # Multiplications for each thread: about as long as to wake a thread takes, tens of thousands of cycles on any CPU, so that a factor of
