@@ -456,3 +456,11 @@ def test_a_number_in_place_of_a_mask_is_shown_as_a_number_of_any_size() -> None:
     for number, text in ((7, "7"), (2.5, "2.5"), (np.float64(2.5), "2.5"), (10**5000, "a whole number of [0-9]+ bits")):
         with pytest.raises(MaskError, match=f"got {text}; expected a mask or its text"):
             lt.as_mask(number)
+
+
+@pytest.mark.parametrize(
+    "mask", [lt.causal() & lt.keys([True]), ~lt.causal(), lt.window(3), lt.heads(["causal", "full"])]
+)
+def test_the_batch_of_a_mask_cannot_be_set(mask):
+    with pytest.raises(AttributeError):
+        mask.batch = (2,)

@@ -55,7 +55,7 @@ class KeyLengths(Mask):
     depends_on_query = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batch", (len(self.lengths),))
+        object.__setattr__(self, "_batch", (len(self.lengths),))
 
     def _at(self, b: int, h: int) -> Mask:
         return First(self.lengths[b])

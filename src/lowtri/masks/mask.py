@@ -89,13 +89,16 @@ class Mask:
     """
 
     operands: tuple[Mask, ...] = ()  # the masks that this one combines
+    _batch: tuple[int, ...] = ()
     _rank = 1  # dimensions of a mask's arrays for one batch row and head
     _depth = 0  # the operators around the deepest mask inside
     _size = 1  # the masks inside
     _strength = 3  # how strongly its text binds: | 1, & 2, all others 3
 
-    batch: tuple[int, ...] = ()
-    """``()``, ``(B,)`` or ``(B, H)``: for which batch rows and heads the mask differs."""
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """``()``, ``(B,)`` or ``(B, H)``: for which batch rows and heads the mask differs."""
+        return self._batch
 
     depends_on_query: bool = True
     """Whether the answer depends on the query's position (not for ``full``, ``first`` and ``keys``)."""
@@ -113,7 +116,7 @@ class Mask:
         if operands:
             self._combine(operands, _common_batch(operands[0], operands[-1]))
         elif fields and isinstance(fields[0], FrozenArray):
-            object.__setattr__(self, "batch", fields[0].array.shape[: -self._rank])
+            object.__setattr__(self, "_batch", fields[0].array.shape[: -self._rank])
 
     def _combine(self, parts: Sequence[Mask], batch: tuple[int, ...], operators: int = 1) -> None:
         """Store what follows from the parts of a mask; reject one whose operators are too deep to recurse through.
@@ -130,7 +133,7 @@ class Mask:
                 f"{MAX_DEPTH} operators can be joined.\nFix: one documents(ids), table(bools) or where(fn) instead."
             )
         object.__setattr__(self, "operands", tuple(parts))
-        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "_batch", batch)
         object.__setattr__(self, "_depth", depth)
         object.__setattr__(self, "_size", size)
         object.__setattr__(self, "depends_on_query", any([part.depends_on_query for part in parts]))
