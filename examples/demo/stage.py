@@ -38,7 +38,7 @@ class Sizes:
     new_tokens: int  # of each text that is generated
 
 
-DEMO = Sizes(SHORT, cached=(128, 500), speed=1024, rounds=5, shards=(32_768, 2), new_tokens=40)
+DEMO = Sizes(SHORT, cached=(128, 500), speed=1024, rounds=3, shards=(32_768, 2), new_tokens=40)
 TOUR = Sizes(Setting(), cached=(128, 2000), speed=2048, rounds=9, shards=(65_536, 4), new_tokens=80)
 
 
@@ -69,7 +69,7 @@ class Result:
 
     def say(self, *lines: str) -> None:
         text = "\n".join(lines)
-        self._blocks.append((text, f"<pre>{html_text(text, keep=chr(10))}</pre>"))
+        self._blocks.append((text, f'<p class="said">{html_text(text, keep=chr(10))}</p>'))
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], text: str | None = None) -> None:
         """A table, whose first column names the row; ``text`` is its form for terminals, aligned columns if not given."""
@@ -78,7 +78,7 @@ class Result:
             text = "\n".join(aligned([head, *rows], "   ", right=True))
         self._blocks.append((text, f'<div class="scroll">{html_table(head, rows)}</div>'))
 
-    def picture(self, name: str, drawn: Any = None, text: str = "") -> None:
+    def picture(self, name: str, drawn: Any = None, text: str = "", caption: str = "") -> None:
         """A picture in the file ``name``: of an object that draws itself as SVG, or else of a file that is there already.
 
         ``text`` is the picture's form for terminals; the page shows the picture in its place, and folds the text.
@@ -87,11 +87,12 @@ class Result:
             svg = drawn.to_svg() if hasattr(drawn, "to_svg") else drawn._repr_svg_()
             write_text(self.out / name, svg)
         self.pictures.append(name)
-        folded = (
-            f"<details><summary>as text</summary><pre>{html_text(text, keep=chr(10))}</pre></details>" if text else ""
-        )
-        alt = escape(Path(name).stem.replace("-", " "))
-        self._blocks.append((text, f'<figure class="picture"><img src="{escape(name)}" alt="{alt}">{folded}</figure>'))
+        alt, shown = escape(Path(name).stem.replace("-", " ")), html_text(text, keep="\n")
+        words = f"<figcaption>{html_text(caption, keep=chr(10))}</figcaption>" if caption else ""
+        folded = f"<details><summary>as text</summary><pre>{shown}</pre></details>" if text else ""
+        image = f'<img src="{escape(name)}" alt="{alt}">'
+        html = f'<figure class="picture">{image}{words}{folded}</figure>'
+        self._blocks.append(("\n".join(filter(None, (caption, text))), html))
 
     def file(self, name: str, text: str | None = None) -> None:
         """List a file of the folder, and write it first if its text is given."""
@@ -215,11 +216,14 @@ def _machine(seconds: float) -> str:
 
 _STYLE = """:root { --good: light-dark(#276749, #68d391); --bad: light-dark(#c53030, #fc8181) }
 :root a { color: inherit } :root img { max-width: 100%; height: auto; display: block; margin: 1rem 0 }
-:root pre { font: var(--s0)/1.4 var(--mono); overflow-x: auto; overflow-wrap: normal; margin: .8rem 0 }
+:root pre { font: var(--s0)/1.4 var(--mono); overflow-x: auto; margin: .8rem 0 }
+:root .said { white-space: pre-line; font-size: var(--s1); color: var(--soft) }
 :root .picture { display: inline-block; vertical-align: top; max-width: 100%; margin-right: 1.5rem; overflow-x: auto }
+:root .picture figcaption { white-space: pre-line; margin: 0 0 .6rem; max-width: 19rem }
 :root ul.checks { list-style: none; padding: 0 } :root summary { cursor: pointer; color: var(--soft); font-size: var(--s1) }
 :root .passed::before { content: "✓ "; color: var(--good) } :root .failed::before { content: "✗ " }
-:root .rows :is(td, th):is(td, th) { white-space: normal }
+:root .scroll { margin: 1rem 0 } :root .rows tr > :is(td, th):nth-child(n) { white-space: normal; width: auto; padding-right: 1.5rem }
+:root .rows tr > td:first-child { white-space: nowrap; font-weight: 500 }
 :root .failed { color: var(--bad) } :root .small { color: var(--soft); font-size: var(--s0) }
 """
 

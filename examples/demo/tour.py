@@ -366,9 +366,8 @@ def audit(context: Context) -> Result:
     ):
         report = lowtri.audit(model, ids, mask="causal", progress=False)
         inferred = lowtri.infer_mask(model, ids)
-        result.say(f"{title}\n{report.message}\nThe mask that it has: {inferred}")
-        if report.leaks:
-            result.picture(f"audit-{name}.svg", report, report.draw(24))
+        caption = f"{title}\n{report.message}\nThe mask that it has: {inferred}"
+        result.picture(f"audit-{name}.svg", report, report.draw(24), caption)
         result.file(report.save(context.out / f"audit-{name}.html").name)
         if name != "inverted":
             result.check(f"{title}: measured, its mask is {inferred}", inferred.text == ("full" if leaks else "causal"))
@@ -383,12 +382,12 @@ def audit(context: Context) -> Result:
     return result
 
 
-def _window_too_wide(q: Any, k: Any, v: Any, mask: Any) -> Any:
+def window_too_wide(q: Any, k: Any, v: Any, mask: Any) -> Any:
     wide = lowtri.mask("causal & window(6)") if repr(mask) == "causal & window(5)" else mask
     return lowtri.attention(q, k, v, wide)
 
 
-def _inverted(q: Any, k: Any, v: Any, mask: Any) -> Any:
+def inverted(q: Any, k: Any, v: Any, mask: Any) -> Any:
     return lowtri.attention(q, k, v, ~mask)
 
 
@@ -401,16 +400,14 @@ def verify(context: Context) -> Result:
     functions: list[tuple[Any, str, dict[str, Any]]] = [
         (lowtri.attention, "", {}),
         (sdpa, "", {"signature": "sdpa", "differences": known}),
-        (_window_too_wide, "window one too wide", {}),
-        (_inverted, "mask inverted", {}),
+        (window_too_wide, "window one too wide", {}),
+        (inverted, "mask inverted", {}),
     ]
     for number, (attend, mistake, options) in enumerate(functions, start=1):
         report = lowtri.verify(attend, dtypes=["float32"], cases=cases, **options)
         right = report.ok if not mistake else report.mistakes == (mistake,)
         result.check(f"{report.name}: {mistake or 'right'}", right)
-        result.say(report.message)
-        if mistake:
-            result.picture(f"verify-{number}.svg", report)
+        result.picture(f"verify-{number}.svg", report, caption=report.message)
     result.file(report.save(context.out / "verify.html").name)
     return result
 

@@ -96,6 +96,9 @@ def test_a_picture_stands_for_its_text_on_the_page(tmp_path: Path) -> None:
     assert result.text == "█·\n██\n\nname   size\na        10\nlong      2"
     assert '<img src="there.svg" alt="there"><details><summary>as text</summary><pre>█·' in result.html
     assert result.pictures == ["there.svg"]
+    result.picture("there.svg", caption="what it says:\n1 < 2")
+    assert result.text.endswith("2\n\nwhat it says:\n1 < 2")
+    assert result.html.endswith("<figcaption>what it says:\n1 &lt; 2</figcaption></figure>")
 
 
 def test_an_unknown_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
