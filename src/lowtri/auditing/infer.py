@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +22,6 @@ from lowtri.masks import mask as read_mask
 _PARTS = 3  # atoms of a formula, at most
 
 
-class Fitted(NamedTuple):
-    """The formula, or a table where none agrees; and the nearest formula, with the pairs at which it differs."""
-
-    mask: Mask
-    text: str
-    nearest: str
-    differs: tuple[tuple[int, int], ...]
-
-
 @dataclass(frozen=True)
 class _Atom:
     text: str
@@ -38,19 +29,54 @@ class _Atom:
     mask: Mask
 
 
-def fitted(seen: Bools, care: Bools, labels: Any = None) -> Fitted:
+@dataclass(frozen=True)
+class InferredMask:
+    """The mask that a model was measured to have; `str()` is its text.
+
+    Attributes:
+        mask: the formula, or a table where no formula of three parts agrees.
+        text: its text; of the layers where their attention was read and all have the same, else from end to end.
+        layers: the text of each layer's mask, where attention was read; else empty.
+        seen: (B, N, N), whether an output moved with an input.
+        nearest: the formula nearest to a table; equal to `text` where a formula agrees.
+        differs: pairs (query, key) at which `nearest` differs from what was measured.
+    """
+
+    mask: Mask
+    text: str
+    layers: tuple[str, ...]
+    seen: Bools
+    nearest: str
+    differs: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def message(self) -> str:
+        """The text, the layers, and the pairs that no formula explains."""
+        lines = [self.text]
+        if len(set(self.layers)) > 1:
+            lines.append(_described(self.layers))
+        if self.differs:
+            pairs = ", ".join(f"({q}, {k})" for q, k in self.differs[:5])
+            lines.append(f"nearest formula: {self.nearest}, which differs at {len(self.differs)} pairs: {pairs}")
+        return "\n".join(lines)
+
+
+def fitted(seen: Bools, care: Bools, labels: Any = None) -> InferredMask:
     """The simplest formula that agrees with `seen`, (1 or B, N, N), at the pairs `care`; else a table."""
     seen, care = np.broadcast_arrays(seen, care)
     atoms = list(_atoms(seen, care, labels))
     for parts in range(1, _PARTS + 1):
         for text, formula in _solutions(seen, care, atoms, parts):
             text = f"causal & {text}" if text.startswith("window(") and parts == 1 else text
-            return Fitted(formula, text, text, ())
+            return InferredMask(formula, text, (), seen, text)
     wrong = [((atom.pairs != seen) & care) for atom in atoms]
     best = int(np.argmin([int(table.sum()) for table in wrong]))
     pairs = tuple((int(q), int(k)) for q, k in np.argwhere(wrong[best].any(axis=0)))
     formula = table(seen[0] if len(seen) == 1 or (seen == seen[:1]).all() else seen[:, None])
-    return Fitted(formula, repr(formula), atoms[best].text, pairs)
+    return InferredMask(formula, repr(formula), (), seen, atoms[best].text, pairs)
 
 
 def _solutions(seen: Bools, care: Bools, atoms: Sequence[_Atom], parts: int) -> Iterator[tuple[str, Mask]]:
@@ -119,41 +145,6 @@ def _documents(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
         yield _Atom(repr(formula), pairs.reshape(len(labels), *pairs.shape[-2:]), formula)
 
 
-@dataclass(frozen=True)
-class InferredMask:
-    """The mask that a model was measured to have; `str()` is its text.
-
-    Attributes:
-        mask: the formula, or a table where no formula of three parts agrees.
-        text: its text; of the layers where their attention was read and all have the same, else from end to end.
-        layers: the text of each layer's mask, where attention was read; else empty.
-        seen: (B, N, N), whether an output moved with an input.
-        nearest: the formula nearest to a table; equal to `text` where a formula agrees.
-        differs: pairs (query, key) at which `nearest` differs from what was measured.
-    """
-
-    mask: Mask
-    text: str
-    layers: tuple[str, ...]
-    seen: Bools
-    nearest: str
-    differs: tuple[tuple[int, int], ...] = ()
-
-    def __str__(self) -> str:
-        return self.text
-
-    @property
-    def message(self) -> str:
-        """The text, the layers, and the pairs that no formula explains."""
-        lines = [self.text]
-        if len(set(self.layers)) > 1:
-            lines.append(_described(self.layers))
-        if self.differs:
-            pairs = ", ".join(f"({q}, {k})" for q, k in self.differs[:5])
-            lines.append(f"nearest formula: {self.nearest}, which differs at {len(self.differs)} pairs: {pairs}")
-        return "\n".join(lines)
-
-
 def infer_mask(
     model: Any,
     example: Any,
@@ -218,7 +209,7 @@ def infer_mask(
             "Fix: output= selects the tensor that depends on them; redraw=True measures a copy with larger weights."
         )
     fit = fitted(layers[0] if len(set(texts)) == 1 else seen, care, labels)
-    return InferredMask(fit.mask, fit.text, texts, seen, fit.nearest, fit.differs)
+    return replace(fit, layers=texts, seen=seen)
 
 
 def _measured(context: Context) -> Bools:

@@ -352,7 +352,7 @@ class System:
     training: bool = False
     seed: int = 0
 
-    @property
+    @functools.cached_property
     def module(self) -> Any:
         """The torch module behind the model; None where there is none."""
         return module_behind(self.model)

@@ -109,6 +109,8 @@ class Case:
         row, query = row + self.origin[0], position + self.origin[1]
         key = query if self.key is None else self.key(row, query) if callable(self.key) else self.key
         leak = Leak(query, key, size, row)
+        if not self.note:
+            return leak
         if callable(self.note):
             return replace(leak, note=self.note(leak))
         comma = "," if math.isinf(size) else ""
@@ -312,8 +314,8 @@ class _Comparisons:
         for row in np.flatnonzero(wrong.any(axis=1)).tolist():
             query = int(np.flatnonzero(wrong[row])[-1])
             kind = self.context.noise.classify(float(difference.sizes[row, query]), difference.scale)
-            known = {q for q, _, _ in [*self.sure, *([] if kind == "leak" else self.doubtful)]}
-            if query in known or self.bisected >= _BISECTED:
+            known = self.sure if kind == "leak" else {**self.sure, **self.doubtful}
+            if self.bisected >= _BISECTED or any(q == query for q, _, _ in known):
                 continue
             self.bisected += 1
             keys = np.flatnonzero(changed[row % len(changed)])
