@@ -52,6 +52,8 @@ def test_a_step_that_runs_is_run() -> None:
 def test_a_step_that_does_not_run_is_no_verdict(step: Any, words: str) -> None:
     report = lowtri.audit(Summing(), IDS, step=step)
     assert not report.ok and report.exit_code == 3
+    measured = report.finding("cache").measured
+    assert measured["runs"] == len(measured["refused"]) > 0 and not measured["ways"]
     with pytest.raises(UndecidedError, match=f"cache: step= was requested and did not run: .*{words}") as caught:
         report.raise_for_leak()
     assert str(caught.value).endswith("Fix: correct the argument that requests it, or drop it.")

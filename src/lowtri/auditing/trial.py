@@ -224,6 +224,11 @@ class _Comparisons:
                 case = cases.send(self.take(case))
         except StopIteration as end:
             summary: Summary = end.value
+        except Skipped as skipped:
+            if skipped.measured:  # cases were run
+                counted = {"greatest": 0.0, "runs": self.runs, "poisoned": self.poisoned}
+                raise Skipped(str(skipped), counted | skipped.measured) from None
+            raise
         pairs = self.sure or self.doubtful  # doubtful pairs add nothing to sure ones
         leaks = tuple(pairs[pair] for pair in (sorted(pairs) if self.pairs else pairs))
         measured = {"greatest": self.greatest, "runs": self.runs, "poisoned": self.poisoned, **summary.measured}
