@@ -144,6 +144,7 @@ def test_a_kernel_that_raises_in_one_case_and_one_that_hangs() -> None:
 ERRORS = {
     "no function": (lambda: verify(3), "attend is int; expected a function"),
     "nothing works": (lambda: verify(lambda q, k, v, mask: 1 / 0), "ZeroDivisionError: division by zero.\nFix: check signature="),
+    "no arrays": (lambda: verify(lambda q: q, signature="flex"), "takes no arrays of torch, numpy, jax"),
     "a signature": (lambda: verify(kernel(), signature="triton"), "signature='triton'; expected mask, sdpa, flash, flex"),
     "a dtype": (lambda: verify(kernel(), dtypes=["int8"]), "dtypes=['int8']; expected float32"),
     "no dtype": (lambda: verify(kernel(), dtypes=[]), "dtypes=[]; expected float32"),

@@ -60,15 +60,16 @@ def audit(
     from lowtri.auditing.loading import load_target
     from lowtri.errors import CallError
     from lowtri.masks import as_mask
-    from lowtri.nn.names import folder_of
 
     if train and eval:
         raise CallError("audit: --train and --eval were given.\nFix: give one of them, or neither for both modes.")
     if mask is not None:
         as_mask(mask)  # an error in it is reported before the model is loaded
-    in_a_file = target.endswith(".py") or target.rpartition(":")[0].endswith(".py")
-    path = target if in_a_file else str(folder_of(target, note))
-    loaded = load_target(path, length=length, vocab_size=vocab, seed=seed)
+    if not target.endswith(".py") and not target.rpartition(":")[0].endswith(".py"):
+        from lowtri.nn.names import folder_of
+
+        target = str(folder_of(target, note))
+    loaded = load_target(target, length=length, vocab_size=vocab, seed=seed)
     arguments = dict(loaded.arguments)
     if infer:
         known = ("vocab_size", "output", "input", "position_axis", "batch_axis")

@@ -92,7 +92,7 @@ def _flex(given: Call) -> dict[str, Keywords]:
 
     case, cap, bias, visible = given.case, given.softcap, given.bias, given.visible
     options = _options(given, scale="scale", heads="enable_gqa", softcap="", bias="", lse="return_lse")
-    if not visible.numel():
+    if 0 in visible.shape:
         raise CallFailed("not offered", "zero sizes")
     if case.text != "full":
         options["block_mask"] = create_block_mask(
