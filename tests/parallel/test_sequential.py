@@ -203,6 +203,26 @@ def test_half_types_add_gradients_in_float32() -> None:
     assert error < 3 * torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at every tensor it meets
+def test_a_compiled_layer_is_not_compiled_again_for_each_shard() -> None:
+    shards = SequentialShards(plan_shards("causal", 512, 8, block=64, way="contiguous"))
+    x, graphs = torch.randn(1, 1, 512, 8, generator=torch.Generator().manual_seed(0)), []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return shards.attention(x, x, x).square().sum()
+
+    def counting(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    gradients = []
+    for run in (layer, torch.compile(layer, backend=counting)):
+        leaf = x.clone().requires_grad_()
+        shards.backward(lambda run=run, leaf=leaf: run(shards.shard(leaf, 2)))
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients) and 0 < len(graphs) <= 4
+
+
 # Errors.
 
 

@@ -156,6 +156,13 @@ class SequentialShards(ShardedSequence):
             bias: a function of the positions of queries (N, 1) and keys (1, Nk), as in :meth:`ContextParallel.attention`.
             sinks: (Hq,).  options: scale, softcap, return_lse and engine, as in :func:`lowtri.attention`.
         """
+        # The state of a step changes from call to call: torch.compile would compile again for each shard and layer.
+        run = torch.compiler.disable(self._attention) if torch.compiler.is_compiling() else self._attention
+        return run(q, k, v, mask, bias, sinks, options)
+
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Bias | None, sinks: Any, options: dict[str, Any]
+    ) -> Any:
         step = self._step
         if step is None or not step.running:
             raise CallError(
