@@ -276,7 +276,7 @@ def test_the_pieces_of_each_pre_tokenizer(tmp_path: Path) -> None:
 
     cuts = {}
     for cut in ("gpt-2", "smollm", "qwen2", "llama-bpe"):
-        tokenizer = tokenizer_of(byte_level(cut)[0], tmp_path)[0]
+        tokenizer = tokenizer_of({**byte_level(cut)[0], "pre": "of something else"}, tmp_path)[0]
         assert tokenizer is not None
         text = "it's 12345\n\n  (x)!\n"
         pieces = tokenizer.pre_tokenizer.pre_tokenize_str(text)

@@ -247,7 +247,8 @@ def tokenizer_of(fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer | Non
         return None, {}
     if kind not in ("gpt2", "llama"):
         raise DataError(f"{path}: got tokenizer.ggml.model {kind!r:.60}; lowtri reads gpt2 and llama")
-    own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
+    prefix = "tokenizer.ggml."
+    own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
     return guarded(f"{path}: its tokenizer is damaged", lambda: _build(own, kind, path))
 
 
