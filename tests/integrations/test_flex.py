@@ -57,6 +57,7 @@ IN_KERNEL: dict[str, Callable[..., Any] | None] = {
     "factor": lambda s, b, h, q, k: s * 1.5 / 0.3,
     "causal": lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")),
     "hidden": lambda s, b, h, q, k: torch.where(q < k, -float("inf"), s),
+    "hidden by a tensor": lambda s, b, h, q, k: torch.where(q < k, torch.full_like(s, -float("inf")), s),
     "documents, capped": lambda s, b, h, q, k: torch.where(IDS[q] == IDS[k], 3 * torch.tanh(s / 3), -float("inf")),
 }
 BIASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
 import lowtri
 from lowtri.errors import CallError
@@ -104,6 +106,7 @@ EDGES = torch.tensor([0, 20, 40, 60])
         lambda b, h, q, k: (q * 0.1) * 10 == q,  # floats round
         lambda b, h, q, k: q * 2**60 >= k,  # int64 wraps between the ends of a tile
         lambda b, h, q, k: k <= q + torch.iinfo(torch.int64).max,
+        lambda b, h, q, k: q.int() <= 2**62,  # compared as integers of 32 bits
         lambda b, h, q, k: q * torch.tensor(3, dtype=torch.uint8) >= k,
         lambda b, h, q, k: torch.searchsorted(EDGES, q, sorter=torch.arange(4)) > k,  # a tensor among named arguments
     ],
@@ -155,3 +158,29 @@ def test_arrays_that_share_memory_are_read_at_each_new_block_mask():
             found = flex_attention(q, q, q, block_mask=create_block_mask(make(), None, None, 64, 64, device="cpu"))
             expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, ids[:, None] == ids)
             torch.testing.assert_close(found, expected)
+
+
+class Reader:
+    ids, n = torch.arange(64) // 20, 3
+
+    def same(self, b, h, q, k):
+        return (self.ids[q] == self.ids[k]) & (q - k < self.n)
+
+
+@pytest.mark.parametrize("name", ["function", "both", "partial", "method"])
+def test_a_trace_is_kept_until_what_it_reads_changes(name):
+    reader, ids = Reader(), Reader.ids.clone()
+    reader.ids, near = ids, partial(lambda n, b, h, q, k: q - k < n, 9)
+    fn = {
+        "function": lambda b, h, q, k: near(b, h, q, k) & (ids[q] == ids[k]),
+        "both": and_masks(lambda b, h, q, k: q - k < 9, lambda b, h, q, k: ids[q] == ids[k]),
+        "partial": partial(lambda n, b, h, q, k: (q - k < n) & (ids[q] == ids[k]), 9),
+        "method": reader.same,
+    }[name]
+    first = trace(fn, "cpu")
+    assert first is not None and trace(fn, "cpu") is first
+    ids[:] = 0
+    second = trace(fn, "cpu")
+    assert second is not first and trace(fn, "cpu") is second
+    reader.n = 20
+    assert (trace(fn, "cpu") is second) == (name != "method")

@@ -101,6 +101,7 @@ KNOWN = {
     "causal": (theirs.causal_mask_function, causal()),
     "bidirectional": (theirs.bidirectional_mask_function, full()),
     "sliding": (theirs.sliding_window_causal_mask_function(4), window(4)),
+    "sliding by a tensor": (theirs.sliding_window_causal_mask_function(torch.tensor(4)), window(4)),
     "sliding both ways": (theirs.sliding_window_bidirectional_mask_function(4), lowtri.band(4, 4)),
     "chunked": (theirs.chunked_causal_mask_function(4, torch.zeros(2, dtype=int)), chunks(4) & causal()),
     "chunked after pads": (theirs.chunked_overlay(4, torch.tensor([1, 4])), ShiftedMask(chunks(4), (3, 0))),

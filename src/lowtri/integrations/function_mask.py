@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -118,13 +119,17 @@ class Node:
                 nodes.update(nodes_in((*node.args, *node.kwargs.values())))
         return [node for node in self.before if node in nodes]
 
-    def program(self) -> tuple[Any, ...]:
-        """Equal for nodes with equal values, whatever the indices; of one that reads an array, equal to nothing else."""
+    def program(self, by_identity: bool = False) -> tuple[Any, ...]:
+        """Equal for nodes with equal values, whatever the indices.
+
+        An array equals nothing else or, by identity, itself as long as no operation changes it in place.
+        """
         number = {node: i for i, node in enumerate(self.needed())}
 
         def key(node: Node) -> Any:
             if node.call is None:
-                return object() if node.key is None else node.key
+                version = version_of(node.value) if node.key is None and by_identity else None
+                return node.key or (object() if version is None else (id(node.value), version))
             arguments = _mapped((node.args, *node.kwargs.items()), Node, lambda x: (None, number[x]))
             return node.call, node.dtype, arguments
 
@@ -167,16 +172,20 @@ def _mapped(x: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 def trace(function: Callable[..., Any], device: Any, *, of_score: bool = False) -> Node | None:
     """The result of a mask function or, with ``of_score``, of a score_mod; None where it cannot be traced.
 
-    It is kept while the function lives and what it reads is unchanged.
+    It is kept while the function lives and what it reads is unchanged: that is seen without calling the function, or from its trace.
     """
+    settings = (str(device), of_score, torch.get_default_dtype())
     environment = _environment(function, ())
-    if environment is None:
-        return _traced(function, device, of_score)
-    environment += [str(device), of_score, torch.get_default_dtype()]
-    kept = _TRACES.get(function)
-    if kept is None or not _same(kept[0], environment):
-        kept = _TRACES[function] = environment, _traced(function, device, of_score)
-    return kept[1]
+    kept = _TRACES.get(function) if isinstance(function, Hashable) else None
+    if kept is not None and environment is not None and _same(kept[0], [*environment, *settings]):
+        return kept[1]
+    traced = _traced(function, device, of_score)
+    program = None if traced is None else (settings, traced.program(by_identity=True))
+    if kept is not None and traced is not None and kept[2] == program:
+        traced = kept[1]
+    if isinstance(function, Hashable):
+        _TRACES[function] = None if environment is None else [*environment, *settings], traced, program
+    return traced
 
 
 def _traced(function: Callable[..., Any], device: Any, of_score: bool) -> Node | None:
@@ -194,27 +203,36 @@ def _traced(function: Callable[..., Any], device: Any, of_score: bool) -> Node |
     return recorder.nodes.get(id(result))
 
 
-# function -> (what it read when it was traced, its trace)
-_TRACES: weakref.WeakKeyDictionary[Any, tuple[list[Any], Node | None]] = weakref.WeakKeyDictionary()
+# function -> (what it read when it was traced, if that can be seen; its trace; the program of that)
+_TRACES: weakref.WeakKeyDictionary[Any, tuple[list[Any] | None, Node | None, Any]] = weakref.WeakKeyDictionary()
 _MODULES = ("torch", "torch.nn.functional", "math", "numpy", "operator")  # other modules may hold settings that change
 
 
 def _environment(function: Any, inside: tuple[Any, ...]) -> list[Any] | None:
     """What a function and those it calls read from outside; None where a change of that would not show, as in a list."""
-    if not isinstance(function, FunctionType) or len(inside) > 8:
+    if len(inside) > 8 or not isinstance(function, (FunctionType, partial)):
         return None
+    if isinstance(function, partial):
+        return _seen((function.func, *function.args, *function.keywords.values()), function, inside)
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     names = [name for name in _names(function.__code__) if name in function.__globals__]
+    return _seen((*cells, *defaults, *(function.__globals__[name] for name in names)), function, inside)
+
+
+def _seen(values: tuple[Any, ...], function: Any, inside: tuple[Any, ...]) -> list[Any] | None:
     environment: list[Any] = []
-    for value in (*cells, *defaults, *(function.__globals__[name] for name in names)):
+    for value in values:
         if value is function or any(value is one for one in inside[:1]):
             continue  # what is kept must not keep the function alive
         more: list[Any] | None = []
         if isinstance(value, Tensor):
             more = None if (version := version_of(value)) is None else [version]
-        elif isinstance(value, FunctionType):
+        elif isinstance(value, (FunctionType, partial)):
             more = [] if value in inside else _environment(value, (*inside, function))  # functions that call each other
+        elif type(value) is tuple:  # as and_masks and or_masks have
+            more = _seen(value, function, inside)
+            value = len(value)
         elif isinstance(value, ModuleType):
             more = [] if value.__name__ in _MODULES else None
         elif not isinstance(value, (int, float, str, BuiltinFunctionType, type(None))):
@@ -233,10 +251,14 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _same(old: list[Any], new: list[Any]) -> bool:
-    return len(old) == len(new) and all(
-        x is y or (isinstance(x, (int, float, str)) and type(x) is type(y) and x == y)
-        for x, y in zip(old, new, strict=True)
+def _same(old: list[Any] | None, new: list[Any]) -> bool:
+    return (
+        old is not None
+        and len(old) == len(new)
+        and all(
+            x is y or (isinstance(x, (int, float, str)) and type(x) is type(y) and x == y)
+            for x, y in zip(old, new, strict=True)
+        )
     )
 
 
@@ -332,7 +354,7 @@ def bounds_of(
             ends = (result.low, result.high) if isinstance(result, Interval) else (result,) * (type(result) is int)
             if any(np.any((end > _LARGEST) | (end < -_LARGEST)) for end in ends):
                 raise _UnknownError
-    except (_UnknownError, TypeError, OverflowError):  # intervals have no rule for it
+    except (_UnknownError, TypeError):  # intervals have no rule for it
         return Truth(False, True)
     result = values[node]
     return result if isinstance(result, Truth) else Truth(result is True, result is not False)
@@ -361,6 +383,8 @@ def _bounds(node: Node, values: dict[Node, Any], q: Interval, k: Interval, b: in
         raise _UnknownError
     if any(isinstance(x, Tensor) or (isinstance(x, float) and name not in _COMPARISONS) for x in args):
         raise _UnknownError
+    if any(isinstance(x, int) and abs(x) > _LARGEST for x in args):
+        raise _UnknownError  # numbers between the ends may wrap, and so may this one, beside integers of 32 bits
     args = [Truth(x, x) if isinstance(x, bool) else x for x in args]
     result = _OPERATIONS[name](*(args if name in _OF_BOOLS else map(_number, args)))
     if node.dtype == torch.bool and isinstance(result, Interval):
@@ -396,8 +420,6 @@ def _indexed(tensor: Any, indices: tuple[Any, ...], key: tuple[Node, int, int], 
 
 def _product(x: Any, y: Any) -> Interval:
     """From the corners, since a product is monotonic in each factor."""
-    if any(isinstance(z, int) and abs(z) > _LARGEST for z in (x, y)):
-        raise _UnknownError  # a product between the ends may wrap
     ends = [(z.low, z.high) if isinstance(z, Interval) else (z, z) for z in (x, y)]
     corners = np.broadcast_arrays(*(np.multiply(a, b) for a in ends[0] for b in ends[1]))
     return Interval(np.minimum.reduce(corners), np.maximum.reduce(corners))

@@ -165,6 +165,8 @@ class _Steps:
 
 
 def _is_minus_infinity(x: Any) -> bool:
+    while getattr(x, "name", "") == "detach":  # as full_like's result is
+        x = x.args[0]
     at = {"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2}.get(getattr(x, "name", ""))
     x = x if at is None else x.args[at]
     return isinstance(x, float) and x == -math.inf

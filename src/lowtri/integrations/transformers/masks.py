@@ -181,6 +181,10 @@ def _documents(ids: Tensor) -> Mask:
     return Documents(_rows_of(ids.cpu().numpy()))
 
 
+def _sliding(before: int, after: int) -> Mask:
+    return Band(before, after, f"band({before}, {after})")
+
+
 def _chunked(n: int, pads: Any) -> Mask:
     shifts = tuple(-int(pad) % n for pad in torch.as_tensor(pads).reshape(-1).tolist())  # from the first token
     if len(set(shifts)) == 1:
@@ -196,10 +200,8 @@ def _remapped(inner: Mask, positions: Tensor) -> Mask:
 _READERS: dict[str, Callable[[dict[str, Any], int, Callable[[Any], Mask]], Mask]] = {
     "causal_mask_function": lambda c, rows, read: causal(),
     "bidirectional_mask_function": lambda c, rows, read: full(),
-    "sliding_window_overlay": lambda c, rows, read: Band(
-        c["sliding_window"] - 1, POSITION_MAX, f"band({c['sliding_window'] - 1}, {POSITION_MAX})"
-    ),
-    "sliding_window_bidirectional_overlay": lambda c, rows, read: band(c["sliding_window"], c["sliding_window"]),
+    "sliding_window_overlay": lambda c, rows, read: _sliding(int(c["sliding_window"]) - 1, POSITION_MAX),
+    "sliding_window_bidirectional_overlay": lambda c, rows, read: band(*[int(c["sliding_window"])] * 2),
     "chunked_overlay": lambda c, rows, read: _chunked(int(c["chunk_size"]), c["left_padding"]),
     "padding_mask_function": lambda c, rows, read: _keys(c["padding_mask"][:rows]),
     "packed_sequence_mask_function": lambda c, rows, read: _documents(c["packed_sequence_mask"][:rows]),
