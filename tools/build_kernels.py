@@ -79,7 +79,7 @@ class Job(NamedTuple):
 def jobs_of(isa: Baseline, with_disabled: bool = False) -> list[Job]:
     """All functions of an instruction set; with those that only tests call, too."""
     kernels = [Job(symbol(name, spec), isa, name, spec) for name, spec in functions_of(isa, with_disabled)]
-    return kernels + [Job(token_rows.symbol(name, isa), isa, name) for name in token_rows.PASSES]
+    return kernels + [Job(symbol(name, isa), isa, name) for name in token_rows.PASSES]
 
 
 def function_of(job: Job):  # type: ignore[no-untyped-def]

@@ -14,9 +14,8 @@ operations     the operations of the instruction sets, as LLVM code
 device         the spec, the record and scratch memory as Numba types; decorators of functions and operations of kernels
 simd           the operations that kernels are written in, on vectors of 64 bytes, their lanes, and pairs of bf16; 2 ** x
 product        the matrix products: on vectors, in blocks of bf16 on ARM, on AMX's tile registers; the ceilings of a CPU
-rows           rows of arrays and tiles, filled, transposed, widened, rounded; the output of a tile; rows with NaN and inf
+rows           rows of arrays and tiles: filled, transposed, widened, rounded; as operands of products; with NaN and inf
 tiles          the steps of one tile of queries: its key tiles, scores, online softmax, products
-operands       rows of arrays as the operands of a product, for each spec; converted once where several tiles use them
 forward        attention, tile by tile of the plan
 backward       the gradients of attention
 decode         few queries against a cache

@@ -30,7 +30,7 @@ CACHE_SCORES = (
     CACHE_BLOCK + 16
 )  # numbers in a row of its scores: no power of two, so that rows do not evict one another
 CACHE_ROWS = 8  # rows of queries whose maxima and sums are computed at once
-MOST_SLOTS = 64  # of tiles that a thread keeps, see kernels/operands.py
+MOST_SLOTS = 64  # of tiles that a thread keeps, see kernels/rows.py
 # The product that measures the ceiling: with 64 columns A takes 6 KB, B 16 KB and C 6 KB, which fit into 32 KB together.
 MULTIPLY_ROWS, MULTIPLY_DEPTH = 24, 64
 _SLOT_BYTES = 2**19  # half of a second cache: 42 tiles of 96 keys of bf16, D 64

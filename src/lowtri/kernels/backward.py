@@ -18,28 +18,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels import operands, tiles
+from lowtri.kernels import rows, tiles
 from lowtri.kernels.abi import KEYS
 from lowtri.kernels.device import device_function, scratch_at, take, tasks
 from lowtri.kernels.product import configure_tiles, restore_tiles
-from lowtri.kernels.rows import (
-    ALL_QUERIES,
-    add_non_finite_keys,
-    add_non_finite_queries,
-    all_finite,
-    fill,
-    input_row,
-    input_rows_finite,
-    interleave_rows,
-    multiply_by,
-    padded,
-    round_up,
-    store_scaled,
-    transpose_in,
-    widen_rows,
-    zero_non_finite_rows,
-    zero_output,
-)
 from lowtri.kernels.simd import (
     as_number,
     exp2,
@@ -65,20 +47,25 @@ from lowtri.kernels.tiles import LOG2E, add_bias, apply_softcap, times_log2e
 
 
 @device_function
-def pack_query_rows(source, strides, n, size, lse, target, row, spec):
-    """Pack n rows of an array to ``row`` numbers each, padded with 0; a query that sees no key becomes a row of 0.
+def query_rows(source, strides, n, size, lse, packed, row, pairs, copy, target, spec):
+    """n rows of Q or dO as operands: ``target`` with queries in lanes, and ``packed`` with ``row`` numbers each, padded with 0.
 
-    Returns whether all of these numbers are finite.
+    In ``packed`` a query that sees no key is a row of 0. ``pairs`` and ``copy`` are scratch. Returns the address of the latter operand,
+    and whether all of its numbers are finite.
     """
     finite = True
     for i in range(n):
-        packed_row = target + spec.number_bytes * i * row
+        packed_row = packed + spec.number_bytes * i * row
         if read(lse + spec.number_bytes * i, spec) == -np.inf:
-            fill(packed_row, row, 0.0, spec)
+            rows.fill(packed_row, row, 0.0, spec)
         else:
-            widen_rows(source + spec.input_bytes * i * strides.n, 0, strides.d, 1, size, packed_row, row, spec)
-            finite = all_finite(packed_row, row, spec) and finite
-    return finite
+            rows.widen_rows(source + spec.input_bytes * i * strides.n, 0, strides.d, 1, size, packed_row, row, spec)
+            finite = rows.all_finite(packed_row, row, spec) and finite
+    if spec.in_pairs:
+        rows.transposed_queries(source, strides.n, strides.d, n, size, copy, target, spec)
+    else:
+        rows.transpose_in(packed, row, 1, n, size, rows.round_up(n, 16), target, spec)
+    return rows.row_operand(packed, n, row, pairs, spec), finite
 
 
 @device_function
@@ -101,8 +88,8 @@ def load_lse_and_delta(call, own, b, h, r, n, spec):
     the bits of the other queries.
     """
     step, do_step, input_bytes = call.output_strides, call.d_output_strides, spec.input_bytes
-    output = input_row(call.output, step, b, h, r * QUERIES, spec)
-    d_output = input_row(call.d_output, do_step, b, h, r * QUERIES, spec)
+    output = rows.input_row(call.output, step, b, h, r * QUERIES, spec)
+    d_output = rows.input_row(call.d_output, do_step, b, h, r * QUERIES, spec)
     query0, seeing = (b * call.heads + h) * call.nq + r * QUERIES, np.uint64(0)
     for i in range(QUERIES):
         offset, number = spec.number_bytes * i, spec.number_bytes * (query0 + i)
@@ -141,7 +128,7 @@ def weight_and_ds(score, dp, scale_log2, word, lane, own, spec):
     # At most 1, also for scores so large that rounding would exceed it.
     weight = exp2(select_greater(power, zero, zero, power), spec)
     ds = mul(weight, sub(load(dp + offset, spec), load(own.delta + offset, spec)))
-    if word != ALL_QUERIES:
+    if word != rows.ALL_QUERIES:
         return select_bits(word, np.uint64(lane), weight, zero), select_bits(word, np.uint64(lane), ds, zero)
     return weight, ds
 
@@ -154,7 +141,7 @@ def weights_and_ds(own, scale_log2, mask_bits, seeing, keys, spec):
     """
     factor = splat(scale_log2, spec)
     for j in range(keys):
-        word = (read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES) & seeing
+        word = (read_word(mask_bits + 8 * j) if mask_bits else rows.ALL_QUERIES) & seeing
         for lane in range(0, QUERIES, spec.lanes):
             score, dp, offset = own.scores + spec.row_bytes * j, own.ds + spec.row_bytes * j, spec.number_bytes * lane
             weight, ds = weight_and_ds(score, dp, factor, word, lane, own, spec)
@@ -168,8 +155,8 @@ def weights_and_ds_in_pairs(own, scale_log2, mask_bits, seeing, keys, spec):
     factor, zero, row = splat(scale_log2, spec), splat(0.0, spec), spec.row_bytes
     for j in range(0, keys, 2):
         both = j + 1 < keys
-        word = (read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES) & seeing
-        next_word = (read_word(mask_bits + 8 * j + 8) if mask_bits and both else ALL_QUERIES) & seeing
+        word = (read_word(mask_bits + 8 * j) if mask_bits else rows.ALL_QUERIES) & seeing
+        next_word = (read_word(mask_bits + 8 * j + 8) if mask_bits and both else rows.ALL_QUERIES) & seeing
         for lane in range(0, QUERIES, 16):
             score, dp, odd = own.scores + row * j, own.ds + row * j, zero
             weight, even = weight_and_ds(score, dp, factor, word, lane, own, spec)
@@ -192,7 +179,7 @@ def ds_operand(own, keys, spec):
     """
     if not spec.in_pairs:
         return own.ds
-    interleave_rows(own.ds, keys, QUERIES, own.d_softcap, spec)
+    rows.interleave_rows(own.ds, keys, QUERIES, own.d_softcap, spec)
     for row in range(0, spec.row_bytes * keys, spec.row_bytes):
         for lane in range(0, QUERIES, 16):
             store_input(own.scores + row + 2 * lane, load(own.scores + row + 4 * lane, spec), spec)
@@ -214,7 +201,7 @@ def apply_softcap_derivative(ds, d_softcap, mask_bits, keys, spec):
     """Multiply dS by the derivative of the softcap; hidden pairs stay 0."""
     zero = splat(0.0, spec)
     for j in range(keys):
-        word = read_word(mask_bits + 8 * j) if mask_bits else ALL_QUERIES
+        word = read_word(mask_bits + 8 * j) if mask_bits else rows.ALL_QUERIES
         for lane in range(0, QUERIES, spec.lanes):
             offset = spec.row_bytes * j + spec.number_bytes * lane
             x = mul(load(ds + offset, spec), load(d_softcap + offset, spec))
@@ -231,45 +218,35 @@ def add_d_bias(ds, d_bias, strides, n, keys, spec):
 
 
 @device_function
-def transposed_rows(source, strides, n, size, packed, row, scratch, target, spec):
-    """n query rows as an operand with queries in lanes: from the array if it is read in pairs, else from ``packed``, their copy."""
-    if spec.in_pairs:
-        operands.transposed_queries(source, strides.n, strides.d, n, size, scratch, target, spec)
-    else:
-        transpose_in(packed, row, 1, n, size, round_up(n, 16), target, spec)
-
-
-@device_function
 def backward_tile(call, own, part, b, h, r, dk, grad_v, spec):
     """One tile of queries: its dQ, and what it adds to d bias and to the head's dK and dV, which begin at these addresses."""
     d, dv, kv, number_bytes = call.d, call.dv, h // call.group, spec.number_bytes
     d_row, dv_row, k_step, v_step = call.dk_layout.size, call.dv_layout.size, call.k_strides, call.v_strides
     q_rows, do_rows, scores, ds = own.q_rows, own.d_output_rows, own.scores, own.ds
-    n = min(QUERIES, call.nq - r * QUERIES)
+    n, q_step, do_step = min(QUERIES, call.nq - r * QUERIES), call.q_strides, call.d_output_strides
     scale, softcap = as_number(call.options.scale, spec), as_number(call.options.softcap, spec)
     lse = call.lse + number_bytes * ((b * call.heads + h) * call.nq + r * QUERIES)
-    q = input_row(call.q, call.q_strides, b, h, r * QUERIES, spec)
-    do = input_row(call.d_output, call.d_output_strides, b, h, r * QUERIES, spec)
-    finite = pack_query_rows(q, call.q_strides, n, d, lse, q_rows, d_row, spec)
-    finite = pack_query_rows(do, call.d_output_strides, n, dv, lse, do_rows, dv_row, spec) and finite
-    transposed_rows(q, call.q_strides, n, d, q_rows, d_row, own.finite_q, own.queries, spec)
-    transposed_rows(do, call.d_output_strides, n, dv, do_rows, dv_row, own.finite_d_output, own.d_output, spec)
-    q_words = operands.row_operand(q_rows, n, d_row, own.q_pairs, spec)
-    do_words = operands.row_operand(do_rows, n, dv_row, own.d_output_pairs, spec)
+    q = rows.input_row(call.q, q_step, b, h, r * QUERIES, spec)
+    do = rows.input_row(call.d_output, do_step, b, h, r * QUERIES, spec)
+    q_words, finite_q = query_rows(q, q_step, n, d, lse, q_rows, d_row, own.q_pairs, own.finite_q, own.queries, spec)
+    pairs, copy = own.d_output_pairs, own.finite_d_output
+    do_words, finite = query_rows(do, do_step, n, dv, lse, do_rows, dv_row, pairs, copy, own.d_output, spec)
+    finite = finite and finite_q
     seeing = load_lse_and_delta(call, own, b, h, r, n, spec)
     if spec.in_pairs:
-        fill(own.zeros, round_up(d, 32), 0.0, spec)
-    zero_output(own.dq, n, d, spec)
+        rows.fill(own.zeros, rows.round_up(d, 32), 0.0, spec)
+    rows.zero_output(own.dq, n, d, spec)
     for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, spec):
-        k_tile, v_tile = input_row(call.k, k_step, b, kv, key0, spec), input_row(call.v, v_step, b, kv, key0, spec)
-        k, k_n, k_d = operands.head_operand(k_tile, k_step.n, k_step.d, keys, d, own.keys, spec)
+        k_tile = rows.input_row(call.k, k_step, b, kv, key0, spec)
+        v_tile = rows.input_row(call.v, v_step, b, kv, key0, spec)
+        k, k_n, k_d = rows.head_operand(k_tile, k_step.n, k_step.d, keys, d, own.keys, spec)
         spans, groups = tiles.tile_spans(mask_bits, keys, n, spec)
         tiles.score_tile(k, k_n, k_d, own.queries, scores, spec.row_bytes, d, KEYS, spans, groups, spec)
-        v, v_n, v_d = operands.head_operand(v_tile, v_step.n, v_step.d, keys, dv, own.values, spec)
+        v, v_n, v_d = rows.head_operand(v_tile, v_step.n, v_step.d, keys, dv, own.values, spec)
         tiles.score_tile(v, v_n, v_d, own.d_output, ds, spec.row_bytes, dv, KEYS, spans, groups, spec)
         scale_log2 = scale * as_number(LOG2E, spec)
         if softcap > 0 or call.bias:  # these passes need scaled scores
-            multiply_by(scores, QUERIES * keys, scale_log2, spec)
+            rows.multiply_by(scores, QUERIES * keys, scale_log2, spec)
             scale_log2 = as_number(1.0, spec)
         if softcap > 0:
             apply_softcap(scores, QUERIES * keys, softcap, spec)
@@ -279,7 +256,9 @@ def backward_tile(call, own, part, b, h, r, dk, grad_v, spec):
             index = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
             add_bias(scores, spec.row_bytes, call.bias + number_bytes * index, step, n, keys, spec)
         # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
-        non_finite = mask_bits != 0 and not (finite and input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec))
+        non_finite = mask_bits != 0 and not (
+            finite and rows.input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec)
+        )
         tile_dk = dk + number_bytes * key0 * call.dk_layout.n
         tile_dv = grad_v + number_bytes * key0 * call.dv_layout.n
         q_operand, do_operand, dq_operand = q_words, do_words, own.d_softcap
@@ -294,30 +273,32 @@ def backward_tile(call, own, part, b, h, r, dk, grad_v, spec):
             if softcap > 0:
                 apply_softcap_derivative(ds, own.d_softcap, mask_bits, keys, spec)
             if non_finite:
-                add_non_finite_queries(scores, mask_bits, keys, do_rows, n, dv_row, tile_dv, call.dv_layout.n, spec)
-                add_non_finite_queries(ds, mask_bits, keys, q_rows, n, d_row, tile_dk, call.dk_layout.n, spec)
-                zero_non_finite_rows(q_rows, n, d_row, own.finite_q, spec)
-                zero_non_finite_rows(do_rows, n, dv_row, own.finite_d_output, spec)
-                q_operand = operands.row_operand(own.finite_q, n, d_row, own.finite_q, spec)
-                do_operand = operands.row_operand(own.finite_d_output, n, dv_row, own.finite_d_output, spec)
-                add_non_finite_keys(k_tile, k_step, ds, mask_bits, 0, QUERIES, keys, own.dq, d, own.keys, spec)
+                rows.add_non_finite_queries(
+                    scores, mask_bits, keys, do_rows, n, dv_row, tile_dv, call.dv_layout.n, spec
+                )
+                rows.add_non_finite_queries(ds, mask_bits, keys, q_rows, n, d_row, tile_dk, call.dk_layout.n, spec)
+                rows.zero_non_finite_rows(q_rows, n, d_row, own.finite_q, spec)
+                rows.zero_non_finite_rows(do_rows, n, dv_row, own.finite_d_output, spec)
+                q_operand = rows.row_operand(own.finite_q, n, d_row, own.finite_q, spec)
+                do_operand = rows.row_operand(own.finite_d_output, n, dv_row, own.finite_d_output, spec)
+                rows.add_non_finite_keys(k_tile, k_step, ds, mask_bits, 0, QUERIES, keys, own.dq, d, own.keys, spec)
             dq_operand = ds_operand(own, keys, spec)
         if non_finite:
-            k, k_row = operands.finite_rows_operand(own.keys, keys, d, own.values, own.zeros, own.packed_keys, spec)
+            k, k_row = rows.finite_rows_operand(own.keys, keys, d, own.values, own.zeros, own.packed_keys, spec)
         elif spec.is_widened:  # still in scratch memory from the scores
-            k, k_row = own.keys, padded(spec, d)
+            k, k_row = own.keys, rows.padded(spec, d)
         elif spec.on_tiles:
-            packed, rows, zeros, k_row = own.packed_keys, own.keys, own.zeros, 0
-            k = operands.transposed_tile(call, call.k, k_step, d, b, kv, key0, packed, rows, zeros, spec)
+            own_tile, copy, zeros, k_row = own.packed_keys, own.keys, own.zeros, 0
+            k = rows.transposed_tile(call, call.k, k_step, d, b, kv, key0, own_tile, copy, zeros, spec)
         else:
-            k, k_row = operands.key_operand(k_tile, k_step.n, k_step.d, keys, d, own.zeros, own.keys, spec)
+            k, k_row = rows.key_operand(k_tile, k_step.n, k_step.d, keys, d, own.zeros, own.keys, spec)
         tiles.add_to_rows(scores, do_operand, tile_dv, call.dv_layout, keys, spans, groups, n, spec)
         tiles.add_to_rows(ds, q_operand, tile_dk, call.dk_layout, keys, spans, groups, n, spec)
         cut_bits = mask_bits if groups > 1 else 0
         tiles.pv_rows(k, k_row, dq_operand, own.dq, d, keys, 0, cut_bits, spans, n, spec)
     step = call.dq_strides
     target = call.dq + number_bytes * (b * step.b + h * step.h + r * QUERIES * step.n)
-    store_scaled(own.dq, n, d, scale, target, step.n, spec)
+    rows.store_scaled(own.dq, n, d, scale, target, step.n, spec)
 
 
 @device_function
@@ -327,15 +308,17 @@ def backward_head(call, own, part, b, kv, spec):
     dk = call.dk + spec.number_bytes * (part * dk_sums.part + b * dk_sums.b + kv * dk_sums.h)
     grad_v = call.grad_v + spec.number_bytes * (part * dv_sums.part + b * dv_sums.b + kv * dv_sums.h)
     for j in range(dk_sums.rows):
-        fill(dk + spec.number_bytes * j * dk_sums.n, dk_sums.size, 0.0, spec)
-        fill(grad_v + spec.number_bytes * j * dv_sums.n, dv_sums.size, 0.0, spec)
+        rows.fill(dk + spec.number_bytes * j * dk_sums.n, dk_sums.size, 0.0, spec)
+        rows.fill(grad_v + spec.number_bytes * j * dv_sums.n, dv_sums.size, 0.0, spec)
     for h in range(kv * call.group, (kv + 1) * call.group):
         r = part
         while r < call.plan.rows:  # a range of a step that could be 0 would raise
             backward_tile(call, own, part, b, h, r, dk, grad_v, spec)
             r += call.parts
     for j in range(dk_sums.rows):
-        multiply_by(dk + spec.number_bytes * j * dk_sums.n, dk_sums.size, as_number(call.options.scale, spec), spec)
+        rows.multiply_by(
+            dk + spec.number_bytes * j * dk_sums.n, dk_sums.size, as_number(call.options.scale, spec), spec
+        )
 
 
 def backward(call):

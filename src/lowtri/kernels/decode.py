@@ -116,14 +116,14 @@ def lay_out_query(row, index, rows, words, target, spec):
                 write(target + 4 * (offset + lane), read_input(row + spec.input_bytes * word, spec), spec)
 
 
-def _prefetch(builder, key_step, rows, row_bytes, tile, spec):
+def _prefetch(builder, key_step, rows, row_bytes, lines, tile, spec):
     """Prefetch as many lines as a step over the head dimension reads.
 
     Where a step reads half a line of each row, every second row is fetched line by line, and the row after it from the middle of the
     steps on. One comparison serves all rows of a step.
     """
     ahead, gap = builder.mul(i64(tile.keys_ahead), key_step), builder.sub(key_step, row_bytes)
-    leading = rows if spec.isa.whole_vectors else rows[:: len(rows) // _lines(rows, spec)]
+    leading = rows if spec.isa.whole_vectors else rows[:: len(rows) // lines]
 
     def fetch(column, chunk):
         if not spec.isa.whole_vectors and len(leading) < len(rows):
@@ -136,18 +136,13 @@ def _prefetch(builder, key_step, rows, row_bytes, tile, spec):
     return fetch
 
 
-def _lines(rows, spec) -> int:
-    """Cache lines that a step over the head dimension reads."""
-    return len(rows) * LANES * spec.input_bytes * spec.per_word // 64
-
-
-def _load_ahead(builder, keys, key_step, later, last_row, rows, row_bytes, scratch, spec):
+def _load_ahead(builder, keys, key_step, later, last_row, rows, row_bytes, lines, scratch):
     """Load as many lines of later rows, in memory's order, as a step over the head dimension reads; nothing uses what is loaded.
 
     The CPU's own prefetcher follows these loads, not those of several rows at once, whose lines are then in the first cache. Rows past
     the last one are not read, nor what lies between rows, since loads fault where prefetches do not. Rows are whole lines of float32.
     """
-    count, lines = len(rows), _lines(rows, spec)
+    count = len(rows)
     if count == 1:  # it reads in this order itself
         return lambda column, chunk: None
     loads = builder.icmp_signed("<=", builder.add(later, i64(count - 1)), last_row)
@@ -198,10 +193,11 @@ def _dot_products(queries_at_once):
             for total in (total for row in totals for total in row):
                 builder.store(ir.Constant(kind, None), total)
             later = builder.add(first, i64(LOADED_AHEAD))
+            lines = keys_at_once * chunk_bytes // 64  # of the cache, for each step
             if tile.keys_ahead:
-                fetch = _prefetch(builder, key_step, rows, row_bytes, tile, spec)
+                fetch = _prefetch(builder, key_step, rows, row_bytes, lines, tile, spec)
             else:
-                fetch = _load_ahead(builder, keys, key_step, later, last_row, rows, row_bytes, queries, spec)
+                fetch = _load_ahead(builder, keys, key_step, later, last_row, rows, row_bytes, lines, queries)
             with for_range(builder, chunks) as chunk:
                 column = builder.mul(chunk.index, i64(chunk_bytes))
                 fetch(column, chunk.index)

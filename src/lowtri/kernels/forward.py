@@ -21,25 +21,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels import operands, tiles
+from lowtri.kernels import rows, tiles
 from lowtri.kernels.abi import KEYS
 from lowtri.kernels.device import device_function, scratch_at, take, tasks
 from lowtri.kernels.product import configure_tiles, restore_tiles
-from lowtri.kernels.rows import (
-    add_non_finite_keys,
-    fill,
-    fill_columns,
-    input_row,
-    multiply_by,
-    output_finite,
-    padded,
-    prefetch_rows,
-    round_row,
-    round_up,
-    transpose_out,
-    word_count,
-    zero_output,
-)
 from lowtri.kernels.simd import (
     as_number,
     div,
@@ -62,21 +47,21 @@ def attend_tile(call, own, b, h, r, non_finite, spec):
     m, l, output, scores, pairs = own.shift, own.total, own.output, own.scores, own.weights
     n, q_step = min(QUERIES, call.nq - r * QUERIES), call.q_strides
     scale = as_number(call.options.scale, spec) * as_number(tiles.LOG2E, spec)
-    q = input_row(call.q, q_step, b, h, r * QUERIES, spec)
-    operands.transposed_queries(q, q_step.n, q_step.d, n, d, own.rows, own.queries, spec)
+    q = rows.input_row(call.q, q_step, b, h, r * QUERIES, spec)
+    rows.transposed_queries(q, q_step.n, q_step.d, n, d, own.rows, own.queries, spec)
     if spec.in_pairs:
-        fill(own.zeros, round_up(dv, 32), 0.0, spec)
+        rows.fill(own.zeros, rows.round_up(dv, 32), 0.0, spec)
     # A sink is a key without a value, which is visible before all others.
     start_m, start_l = as_number(-np.inf, spec), as_number(0.0, spec)
     if call.sinks:
         start_m = read(call.sinks + number_bytes * h, spec) * as_number(tiles.LOG2E, spec)
         start_l = as_number(1.0, spec) if start_m > -np.inf else as_number(0.0, spec)
-    fill(m, QUERIES, start_m, spec)
-    fill(l, QUERIES, start_l, spec)
+    rows.fill(m, QUERIES, start_m, spec)
+    rows.fill(l, QUERIES, start_l, spec)
     # On tiles the first product of each half of the queries sets the output, one bit of ``written`` for each half.
     written = 0 if spec.on_tiles and not non_finite else 3
     if written:
-        zero_output(output, n, dv, spec)
+        rows.zero_output(output, n, dv, spec)
     seen, left, per_pass = tiles.tile_count(call.plan, b, h, r), (0, 0, 0, 0, False), QUERIES
     if spec.on_tiles and d + dv <= 192 and 2 * n > QUERIES:
         # Long rows read K and V for one half of the queries after the other, so that the halves' memory stays in the first cache;
@@ -95,12 +80,12 @@ def attend_tile(call, own, b, h, r, non_finite, spec):
                 if spec.on_tiles and spans[0] == spans[1]:
                     continue
                 count, lane, scale_log2 = min(spec.unit_queries, n - query), number_bytes * query, scale
-                k, k_n, k_d = operands.packed_keys(call, own, b, kv, key0, keys, seen, spec)
-                queries = own.queries + lane * round_up(word_count(d, spec), 16) if query else own.queries
+                k, k_n, k_d = rows.packed_keys(call, own, b, kv, key0, keys, seen, spec)
+                queries = own.queries + lane * rows.round_up(rows.word_count(d, spec), 16) if query else own.queries
                 tiles.score_tile(k, k_n, k_d, queries, scores, spec.unit_row, d, ahead, spans, groups, spec)
                 tiles.finish_pv(left, pairs, dv, spec)
                 if softcap > 0 or call.bias or scale <= 0:  # these passes need scaled scores
-                    multiply_by(scores, spec.unit_queries * keys, scale, spec)
+                    rows.multiply_by(scores, spec.unit_queries * keys, scale, spec)
                     scale_log2 = as_number(1.0, spec)
                 if softcap > 0:
                     tiles.apply_softcap(scores, spec.unit_queries * keys, softcap, spec)
@@ -122,24 +107,26 @@ def attend_tile(call, own, b, h, r, non_finite, spec):
                     if spec.on_tiles:
                         tiles.unpack_weights(scores, pairs, keys, spec)
                     step, target, lanes = call.v_strides, output + lane, spec.unit_queries
-                    rows = input_row(call.v, step, b, kv, key0, spec)
-                    add_non_finite_keys(rows, step, scores, mask_bits, query, lanes, keys, target, dv, own.values, spec)
-                    v, v_row = operands.finite_rows_operand(
+                    v_rows = rows.input_row(call.v, step, b, kv, key0, spec)
+                    rows.add_non_finite_keys(
+                        v_rows, step, scores, mask_bits, query, lanes, keys, target, dv, own.values, spec
+                    )
+                    v, v_row = rows.finite_rows_operand(
                         own.values, keys, dv, own.rows, own.zeros, own.kept_values, spec
                     )
                 else:
-                    v, v_row = operands.packed_values(call, own, b, kv, key0, keys, seen, spec)
+                    v, v_row = rows.packed_values(call, own, b, kv, key0, keys, seen, spec)
                 if spec.on_tiles:
                     left = v, output + lane, spans[0], spans[1], is_first
                 else:
-                    weights = operands.row_operand(scores, keys, QUERIES, pairs, spec)
+                    weights = rows.row_operand(scores, keys, QUERIES, pairs, spec)
                     cut_bits = mask_bits if groups > 1 else 0
                     tiles.pv_rows(v, v_row, weights, output, dv, keys, ahead, cut_bits, spans, n, spec)
                 written |= 1 << (query // 32)
     tiles.finish_pv(left, pairs, dv, spec)
     for half in range(2):  # queries that see nothing
         if not (written >> half) & 1:
-            fill_columns(output + 128 * half, dv, 32, 0.0, spec)
+            rows.fill_columns(output + 128 * half, dv, 32, 0.0, spec)
     return n
 
 
@@ -147,10 +134,10 @@ def attend_tile(call, own, b, h, r, non_finite, spec):
 def prefetch_queries_and_output(call, b, h, r, first, spec):
     """Prefetch 16 rows of the next task's queries, from ``first`` on, and those of this task's output."""
     last = min(first + 16, min(QUERIES, call.nq - r * QUERIES))
-    q = input_row(call.q, call.q_strides, b, h, max(r - 1, 0) * QUERIES, spec)
-    o = input_row(call.o, call.o_strides, b, h, r * QUERIES, spec)
-    prefetch_rows(q, call.q_strides.n, first, last, call.d, spec)
-    prefetch_rows(o, call.o_strides.n, first, last, call.dv, spec)
+    q = rows.input_row(call.q, call.q_strides, b, h, max(r - 1, 0) * QUERIES, spec)
+    o = rows.input_row(call.o, call.o_strides, b, h, r * QUERIES, spec)
+    rows.prefetch_rows(q, call.q_strides.n, first, last, call.d, spec)
+    rows.prefetch_rows(o, call.o_strides.n, first, last, call.dv, spec)
 
 
 @device_function
@@ -158,14 +145,14 @@ def store_output(call, own, n, o, spec):
     """The output of a tile of n queries, divided by the sums of its weights, written to the array from ``o`` on."""
     output, l, dv, step = own.output, own.total, call.dv, call.o_strides.n
     if not spec.on_tiles:
-        columns = padded(spec, dv)
+        columns = rows.padded(spec, dv)
         for i in range(n):
             row, total = output + spec.number_bytes * columns * i, read(l + spec.number_bytes * i, spec)
             factor = as_number(1.0, spec) / total
             if not total > 0:  # 0 if no key was seen, NaN if the sum is NaN
-                fill(row, columns, total, spec)
+                rows.fill(row, columns, total, spec)
                 factor = as_number(1.0, spec)
-            round_row(row, dv, factor, o + spec.input_bytes * i * step, spec)
+            rows.round_row(row, dv, factor, o + spec.input_bytes * i * step, spec)
     elif n == QUERIES and dv % 32 == 0:
         for lane in range(0, QUERIES, 16):
             total = load(l + 4 * lane, spec)
@@ -174,15 +161,15 @@ def store_output(call, own, n, o, spec):
                 store_rounded_block(block, spec.row_bytes, total, o + 2 * (lane * step + d), 2 * step, spec)
     else:
         zero, one = splat(0.0, spec), splat(1.0, spec)
-        for lane in range(0, 4 * round_up(n, 16), 64):
+        for lane in range(0, 4 * rows.round_up(n, 16), 64):
             total = load(l + lane, spec)
             factor = select_greater(total, zero, div(one, total), total)  # as above
             for d in range(dv):
                 address = output + spec.row_bytes * d + lane
                 store(address, select_greater(total, zero, mul(load(address, spec), factor), total))
-        transpose_out(output, n, dv, own.rows, dv, spec)
+        rows.transpose_out(output, n, dv, own.rows, dv, spec)
         for i in range(n):
-            round_row(own.rows + 4 * i * dv, dv, as_number(1.0, spec), o + 2 * i * step, spec)
+            rows.round_row(own.rows + 4 * i * dv, dv, as_number(1.0, spec), o + 2 * i * step, spec)
 
 
 @device_function
@@ -208,11 +195,11 @@ def forward_tile(call, own, b, h, r, spec):
     non_finite = False
     while True:
         n = attend_tile(call, own, b, h, r, non_finite, spec)
-        if non_finite or output_finite(own.output, n, call.dv, spec):
+        if non_finite or rows.output_finite(own.output, n, call.dv, spec):
             break
         # Some value is NaN or inf. It must not reach queries that do not see it: compute the tile again, with the non-finite path.
         non_finite = True
-    store_output(call, own, n, input_row(call.o, call.o_strides, b, h, r * QUERIES, spec), spec)
+    store_output(call, own, n, rows.input_row(call.o, call.o_strides, b, h, r * QUERIES, spec), spec)
     store_lse(call, own, b, h, r, n, spec)
 
 
@@ -221,10 +208,10 @@ def forward(call):
 
     The thread's tile configuration is restored when its tasks are done. Kernels raise no exceptions, so there is no other way out.
     """
-    own, rows = scratch_at(call, call.scratch + call.thread_bytes * take(call.next_thread)), call.plan.rows
+    own, plan_rows = scratch_at(call, call.scratch + call.thread_bytes * take(call.next_thread)), call.plan.rows
     configure_tiles(own.tile_configuration, call.spec)
-    operands.clear_pack_cache(own, call.spec)
+    rows.clear_pack_cache(own, call.spec)
     for task in tasks(call):
-        head, r = task // rows, rows - 1 - task % rows
+        head, r = task // plan_rows, plan_rows - 1 - task % plan_rows
         forward_tile(call, own, head // call.heads, head % call.heads, r, call.spec)
     restore_tiles(own.tile_configuration, call.spec)

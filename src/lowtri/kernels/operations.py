@@ -272,11 +272,10 @@ class NeonBf16Operations(NeonOperations):
     def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         kind, name = ir.VectorType(BFloat(), 8), "llvm.aarch64.neon.bfdot.v4f32.v8bf16"
         # Registers of 128 bits. The instruction can take one lane of its last operand for all: x, which products broadcast.
-        quarters = range(0, z.type.count, 4)
-        operands = zip(
-            *([shuffled(b, one, one, [*range(n, n + 4)]) for n in quarters] for one in (x, y, z)), strict=True
-        )
-        parts = [call(b, name, s.type, [s, b.bitcast(q, kind), b.bitcast(p, kind)]) for p, q, s in operands]
+        parts = []
+        for n in range(0, z.type.count, 4):
+            one, two, total = (shuffled(b, each, each, [*range(n, n + 4)]) for each in (x, y, z))
+            parts.append(call(b, name, total.type, [total, b.bitcast(two, kind), b.bitcast(one, kind)]))
         while len(parts) > 1:
             lanes = [*range(2 * parts[0].type.count)]
             parts = [shuffled(b, one, two, lanes) for one, two in zip(parts[::2], parts[1::2], strict=True)]

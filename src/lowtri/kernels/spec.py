@@ -35,9 +35,7 @@ class KernelSpec:
         self.input_bytes = BYTES[dtype]  # of a number in the arrays
         self.number_bytes = BYTES[self.compute_dtype]  # of a number of the compute dtype, and of a pair
         self.greatest = float(np.finfo(self.compute_dtype).max)
-        self.lanes = (
-            64 // self.number_bytes
-        )  # numbers in a vector of 64 bytes; LLVM splits it where registers are smaller
+        self.lanes = 64 // self.number_bytes  # of a vector of 64 bytes; LLVM splits it where registers are smaller
         self.row_bytes = QUERIES * self.number_bytes  # of a tile's row: a number for each query
         self.is_direct, self.is_widened, self.on_tiles = (operand == x for x in ("direct", "widened", "tiles"))
         self.in_pairs = operand in ("pairs", "tiles")  # a word of a product is a pair of numbers
@@ -77,10 +75,6 @@ class Array(NamedTuple):
         return d == 1 and (b | h | n) % 2 == 0
 
 
-def _any(q: Array, k: Array, v: Array) -> bool:
-    return True
-
-
 def _in_pairs(q: Array, k: Array, v: Array) -> bool:
     return q.size % 16 == 0 and q.size >= 32 and v.size % 16 == 0 and q.even and k.even and v.even
 
@@ -98,23 +92,19 @@ class Variant(NamedTuple):
 
     family: str  # forward, or decode
     spec: KernelSpec
-    accepts: Callable[[Array, Array, Array], bool]
+    accepts: Callable[[Array, Array, Array], bool] | None  # None: any arrays
     enabled: bool = True  # tests use the others
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        return ("decode",) if self.family == "decode" else ("forward", "backward")
 
 
 def variants_of(isa: Baseline) -> list[Variant]:
     """Of an instruction set. The first that accepts the arrays is chosen; if there is none, backends do not decode, or cast."""
     rows = (
-        ("forward", "float32", "direct", _any),
-        ("forward", "float64", "direct", _any),
-        ("forward", "bfloat16", "tiles", _any, isa.has_tiles),
+        ("forward", "float32", "direct", None),
+        ("forward", "float64", "direct", None),
+        ("forward", "bfloat16", "tiles", None, isa.has_tiles),
         ("forward", "bfloat16", "pairs", _in_pairs, isa.has_pairs),
-        ("forward", "bfloat16", "widened", _any),
-        ("forward", "float16", "widened", _any, isa.has_float16),
+        ("forward", "bfloat16", "widened", None),
+        ("forward", "float16", "widened", None, isa.has_float16),
         ("decode", "float32", "direct", _packed_rows),
         ("decode", "bfloat16", "pairs", _packed_pairs, isa.has_pairs and not isa.has_tiles),
         ("decode", "bfloat16", "widened", _packed_rows),
@@ -126,13 +116,13 @@ def variants_of(isa: Baseline) -> list[Variant]:
 def functions_of(isa: Baseline, with_disabled: bool = False) -> list[tuple[str, KernelSpec]]:
     """The kernels of an instruction set, by name and spec, with those that measure the ceilings of a CPU."""
     variants = [x for x in variants_of(isa) if x.enabled or (with_disabled and (isa.has_tiles or not x.spec.on_tiles))]
-    kernels = [(name, variant.spec) for variant in variants for name in variant.kernels]
+    kernels = [(x.family, x.spec) for x in variants] + [("backward", x.spec) for x in variants if x.family == "forward"]
     measured = [("read", KernelSpec("float32", "direct", isa)), ("multiply", KernelSpec("float32", "direct", isa))]
     if isa.has_pairs or with_disabled:
         measured.append(("multiply", KernelSpec("bfloat16", "pairs", isa)))
     return [*kernels, *measured]
 
 
-def symbol(name: str, spec: KernelSpec) -> str:
-    """The name of a kernel's code in the library, which debuggers and profilers show."""
-    return f"lowtri_{name}_{spec.name}".replace("-", "_")
+def symbol(name: str, of: KernelSpec | Baseline) -> str:
+    """The name of a function's code in the library, which debuggers and profilers show."""
+    return f"lowtri_{name}_{of.name}".replace("-", "_")

@@ -156,6 +156,7 @@ VARIANTS = variants_of(ISA)  # in order of preference
 def spec_of(family: str, dtype: str, q: Array, k: Array, v: Array) -> KernelSpec | None:
     """The spec of the kernel that reads these arrays, or None."""
     for variant in VARIANTS:
-        if (variant.family, variant.spec.dtype) == (family, dtype) and variant.enabled and variant.accepts(q, k, v):
-            return variant.spec
+        if (variant.family, variant.spec.dtype) == (family, dtype) and variant.enabled:
+            if variant.accepts is None or variant.accepts(q, k, v):
+                return variant.spec
     return None

@@ -7,11 +7,10 @@ A product has parts. On vectors a part is a group of 16 queries, with the keys f
 registers it is one half of the 64 queries, with blocks of 32 keys, since 2 x 2 registers cover 32 keys and 32 queries; mask bits hide
 the other pairs of a block. ``spans`` are the first key and one past the last for each 16 queries.
 
-A tile of scores is (keys, 64): a row for each key, a lane for each query. One factor, ``scale_log2``, brings scores to units of log 2,
-so that exp is 2 ** x. Per query there is a running shift ``m`` and a running sum ``l`` of 2 ** (scale_log2 * score - m). Maximum, sum
-and rescaling go lane by lane; nothing is added up across lanes. For products on tile registers, the weights of one unit of work are
-rounded to pairs of bf16 in the pass that computes them. Source: Milakov and Gimelshein 2018; the lazy rescaling of FlashAttention-4's
-description (2025), here with a limit of 2 ** 8.
+A tile of scores is (keys, 64): a row for each key, a lane for each query. ``scale_log2`` brings scores to units of log 2, so that exp
+is 2 ** x. Per query there is a running shift ``m`` and a running sum ``l`` of 2 ** (scale_log2 * score - m); nothing is added up
+across lanes. Source: Milakov and Gimelshein 2018; the lazy rescaling of FlashAttention-4's description (2025), here with a limit of
+2 ** 8.
 """
 
 from __future__ import annotations
@@ -201,7 +200,7 @@ def score_half(keys, row, queries, scores, scores_row, depths, start, stop, spec
 def score_tile(keys, k_n, k_d, queries, scores, row, d, ahead, spans, groups, spec):
     """Scores of a tile or a unit, rows of ``scores`` being ``row`` bytes apart; at least those in the span of each part.
 
-    ``keys``, ``k_n``, ``k_d`` and ``queries`` are operands (:mod:`lowtri.kernels.operands`) of heads of ``d`` numbers. The keys that
+    ``keys``, ``k_n``, ``k_d`` and ``queries`` are operands (:mod:`lowtri.kernels.rows`) of heads of ``d`` numbers. The keys that
     are ``ahead`` rows further are prefetched.
     """
     words = word_count(d, spec)
@@ -282,9 +281,6 @@ def apply_mask(scores, mask_bits, query, spans, spec):
                 for lane in range(0, 16, spec.lanes):
                     address = scores + spec.unit_row * j + number_bytes * (16 * part + lane)
                     store(address, select_bits(word, np.uint64(first + lane), load(address, spec), hidden))
-
-
-# Online softmax.
 
 
 @device_function
@@ -466,7 +462,7 @@ def pv_half(values, pairs, row, output, size, start, stop, is_first, spec):
 def pv_rows(values, v_row, weights, output, size, keys, ahead, mask_bits, spans, n, spec):
     """Output += weights^T values, of all n queries or, by mask bits that are not 0, of each few with their own keys.
 
-    Operands as in :func:`lowtri.kernels.operands.key_operand`; the output as in :mod:`lowtri.kernels.rows`. The values that are
+    Operands as in :func:`lowtri.kernels.rows.key_operand`; the output as in :mod:`lowtri.kernels.rows`. The values that are
     ``ahead`` words further are prefetched.
     """
     row = spec.row_bytes

@@ -13,6 +13,7 @@ import numpy as np
 
 from lowtri.kernels.isa import Baseline
 from lowtri.kernels.library import Code
+from lowtri.kernels.spec import symbol
 
 _IN_C = {"floats": ctypes.c_void_p, "bits": ctypes.c_void_p, "size": ctypes.c_int64, "number": ctypes.c_float}
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # all bits but the sign
@@ -61,11 +62,6 @@ PASSES: Mapping[str, tuple[Callable[..., None], str]] = {
     "join": (_join, "floats floats size size number"),
     "rms_norm": (_rms_norm, "floats floats floats size size number"),
 }
-
-
-def symbol(name: str, isa: Baseline) -> str:
-    """The name of a pass in the library."""
-    return f"lowtri_{name}_{isa.name}".replace("-", "_")
 
 
 class TokenRows:
