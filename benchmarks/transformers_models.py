@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from audit_transformers import ALSO, SMALL, first_line
+from small_configs import ALSO, SMALL, first_line
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
