@@ -118,6 +118,9 @@ class _Backward:
         else:
             shapes = [(parts, batch, kv_heads, rows, size) for size in sizes]
             steps = [packed(shape) for shape in shapes]
+        self.plane_bytes = (
+            batch * heads * nq * spec.number_bytes
+        )  # of the log-sum-exp, and of what it loses to rounding
         dq = like_array(layout.arrays[0], d)
         self.new_dq = layout.new(call.q.shape, dq)
         self.new_dk, self.new_dv = (layout.new(*x) for x in zip(shapes, steps, strict=True))
@@ -167,7 +170,9 @@ class _Backward:
             0 if bias is None else layout.bias_address(bias, layout.bias_strides),
             output.data_ptr(),
             lse,
-            lse + sums.nbytes // 2 if sums.shape[0] == 2 else 0,  # len() of a tensor takes a microsecond
+            lse + self.plane_bytes
+            if sums.nbytes > self.plane_bytes
+            else 0,  # the shape of a tensor takes a microsecond
             d_output.data_ptr(),
             0 if d_lse is None else d_lse.data_ptr(),
             0 if delta is None else delta.data_ptr(),

@@ -193,7 +193,7 @@ class Blocks(Mask):
     sizes: tuple[int, int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batch", self.visible.batch)
+        object.__setattr__(self, "_batch", self.visible.batch)
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         rows, columns = self.visible.table.array.shape

@@ -265,7 +265,7 @@ class RemappedMask(Mask):
 
     def __post_init__(self) -> None:
         rows = max(self.positions.array.shape[:-1], self.inner.batch[:1])  # one row broadcasts
-        object.__setattr__(self, "batch", rows + self.inner.batch[1:])
+        object.__setattr__(self, "_batch", rows + self.inner.batch[1:])
 
     @cached_property
     def _range_min_max(self) -> RangeMinMax:
@@ -291,7 +291,7 @@ class ShiftedMask(Mask):
     by: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batch", (len(self.by),) if len(self.by) > 1 else ())
+        object.__setattr__(self, "_batch", (len(self.by),) if len(self.by) > 1 else ())
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.inner._sees(q + self.by[0], k + self.by[0])
