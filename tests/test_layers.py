@@ -68,7 +68,7 @@ BUDGETS = {
     "backends": 1120,
     "dispatch": 999,
     "generation": 924,
-    "nn": 2057,
+    "nn": 2059,
     "parallel": 963,
     "training": 901,
     "auditing": 3221,
