@@ -10,8 +10,14 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 import lowtri
+from lowtri.auditing import audit as module
 from lowtri.auditing.audit import TRIALS, trial_table
+from lowtri.auditing.context import Context
+from lowtri.auditing.trial import Case, Cases, Summary, trial
 
 ROOT = Path(__file__).parents[2]
 TRIAL = """
@@ -52,3 +58,21 @@ def test_names_and_arguments_of_probes_are_unique() -> None:
     assert len({probe.name for probe in TRIALS}) == len(TRIALS)
     requested = [probe.argument for probe in TRIALS if probe.argument]
     assert sorted(requested) == ["alone", "compile", "length", "pad_mask", "step"]
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 8)], ids=str)
+def test_what_a_case_changes_is_said_for_all_rows_or_for_each(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @trial("last", "changes the last three inputs", "outputs that depend on them", pairs=True)
+    def last(context: Context) -> Cases:
+        where = np.broadcast_to(np.arange(8) > 4, shape)
+        run = context.run(context.inputs.change(where, context.fresh(0)))
+        yield Case(run, context.independent_of(where), refusable=False, keys=where)
+        return Summary("nothing moves", "outputs move", {})
+
+    monkeypatch.setattr(module, "TRIALS", (last,))
+    x = np.random.default_rng(0).standard_normal((2, 8, 4))
+    report = lowtri.audit(lambda x: np.cumsum(x, axis=-2) + x[..., 6:7, :], x)
+    assert (report.first.query, report.first.key, report.first.probe) == (4, 6, "last")
+    assert lowtri.audit(lambda x: np.cumsum(x, axis=-2), x).ok

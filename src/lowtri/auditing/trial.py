@@ -102,7 +102,7 @@ class Case:
     refusable: bool = True  # the model may refuse these inputs
     noted: bool = True  # a difference is a leak; else the trial itself judges it
     by_row: bool = False  # whether a row that differs is tried again with no other row changed
-    keys: Bools | None = None  # (1 or B, N): what is changed, where a leak is to be followed down to one of them
+    keys: Bools | None = None  # (N,) or (B, N): what is changed, where a leak is to be followed down to one key
 
     def leak(self, row: int, position: int, size: float) -> Leak:
         """What is reported for a position that differs."""
@@ -254,7 +254,7 @@ class _Comparisons:
         )
         self.poisoned += int((np.isinf(difference.moved) & case.where).sum())
         if case.keys is not None:
-            self._follow(case, case.keys, difference)
+            self._follow(case, np.atleast_2d(case.keys), difference)
             return difference
         if not case.noted:
             return difference
@@ -337,9 +337,9 @@ class _Comparisons:
                     break
                 keys, one = half, moved
             note = f"output {{query}} {{moves}}{{comma}} when all {all_keys} inputs hidden from it change together"
-            found = replace(case, run=one[1], key=int(keys[0]), note=note if len(keys) > 1 else "")
+            single = replace(case, run=one[1], key=int(keys[0]), note=note if len(keys) > 1 else "")
             self.greatest = max(self.greatest, one[0])
-            self._note(found.leak(row, query, one[0]), kind, found, (row, query))
+            self._note(single.leak(row, query, one[0]), kind, single, (row, query))
 
     def _moved(self, case: Case, keys: Any, row: int, query: int, kind: Kind) -> tuple[float, Run] | None:
         """How far these keys of a row alone move the query, and the run that shows it; None where that is of another kind."""
