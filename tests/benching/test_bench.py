@@ -277,8 +277,8 @@ def test_a_package_without_metadata_has_no_version(monkeypatch: pytest.MonkeyPat
         return "2.0"
 
     monkeypatch.setattr(machine, "version", version)
-    found = machine.versions()
-    assert found["torch"] is None and found["numpy"] == "2.0"
+    versions = machine.versions()
+    assert versions["torch"] is None and versions["numpy"] == "2.0"
     assert "torch" not in machine.headline(machine.facts(1))
 
 

@@ -155,9 +155,9 @@ def test_arrays_that_share_memory_are_read_at_each_new_block_mask():
     for make in (lambda: same, lambda: lambda b, h, q, k: ids[q] == ids[k]):
         for edge in (0, 20, 40):
             array[edge:] = edge
-            found = flex_attention(q, q, q, block_mask=create_block_mask(make(), None, None, 64, 64, device="cpu"))
+            output = flex_attention(q, q, q, block_mask=create_block_mask(make(), None, None, 64, 64, device="cpu"))
             expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, ids[:, None] == ids)
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(output, expected)
 
 
 class Reader:

@@ -29,9 +29,8 @@ _CACHES = ("past_key_values", "cache_params", "state", "mems")
 _DRAFT = 2  # tokens that are appended and cropped again
 
 
-Append = Callable[
-    [Inputs, int, int], Rows
-]  # the rows of the positions from a start to a stop, appended to those before
+# The rows of the positions from a start to a stop, appended to those before.
+Append = Callable[[Inputs, int, int], Rows]
 Crop = Callable[[int, int], object]  # drops the positions from a start to an end
 
 

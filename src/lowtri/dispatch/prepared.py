@@ -148,9 +148,10 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
         kind = bias.kind if isinstance(bias, DistanceBias) else None
         others = options._replace(bias=kind, sinks=None, q_positions=None, k_positions=None)
     try:
-        few = _key_for_any_keys(arrays)
-        if few is not None:
-            few = few, mask, options.q_positions is None, options.k_positions is None, others
+        few: Any = None
+        without_keys = _key_for_any_keys(arrays)
+        if without_keys is not None:
+            few = without_keys, mask, options.q_positions is None, options.k_positions is None, others
             ready = PREPARED.get(few)
             if ready is not None:
                 inputs = Inputs(q, k, v, None, sinks)

@@ -175,16 +175,18 @@ def trace(function: Callable[..., Any], device: Any, *, of_score: bool = False) 
     It is kept while the function lives and what it reads is unchanged: that is seen without calling the function, or from its trace.
     """
     settings = (str(device), of_score, torch.get_default_dtype())
-    environment = _environment(function, ())
-    kept = _TRACES.get(function) if isinstance(function, Hashable) else None
-    if kept is not None and environment is not None and _same(kept[0], [*environment, *settings]):
+    reads = _environment(function, ())
+    reads = None if reads is None else [*reads, *settings]
+    keeps = isinstance(function, Hashable)
+    kept = _TRACES.get(function) if keeps else None
+    if kept is not None and reads is not None and _same(kept[0], reads):
         return kept[1]
     traced = _traced(function, device, of_score)
     program = None if traced is None else (settings, traced.program(by_identity=True))
     if kept is not None and traced is not None and kept[2] == program:
         traced = kept[1]
-    if isinstance(function, Hashable):
-        _TRACES[function] = None if environment is None else [*environment, *settings], traced, program
+    if keeps:
+        _TRACES[function] = reads, traced, program
     return traced
 
 
@@ -414,8 +416,8 @@ def _indexed(tensor: Any, indices: tuple[Any, ...], key: tuple[Node, int, int], 
     if key not in kept:
         along = tensor[tuple(slice(None) if isinstance(x, Interval) else x for x in indices)]
         kept[key] = RangeMinMax(along.detach().cpu().numpy().astype(np.int64))
-    found: Interval = kept[key][indices[varying[0]]]
-    return found if tensor.dtype != torch.bool else found >= 1
+    values: Interval = kept[key][indices[varying[0]]]
+    return values if tensor.dtype != torch.bool else values >= 1
 
 
 def _product(x: Any, y: Any) -> Interval:

@@ -144,12 +144,15 @@ class RecurrentConfig:
 def head_size(owner: str, given: int | None, rotary: bool, sizes: Mapping[str, int]) -> int:
     """The size of a head: ``given``, or the width divided by the heads. ``sizes`` are width, heads and key/value heads."""
     (width, d), (heads, count), (kv_heads, kv_count) = sizes.items()
-    if min(d, count, kv_count) < 1 or count % kv_count:
-        sizes_fit = min(d, count, kv_count) > 0
-        pair = f"{heads} {count} is not a multiple of {kv_heads} {kv_count}"
+    wrong = ""
+    if min(d, count, kv_count) < 1:
+        wrong = f"{width} {d}, {heads} {count}, {kv_heads} {kv_count}"
+    elif count % kv_count:
+        wrong = f"{heads} {count} is not a multiple of {kv_heads} {kv_count}"
+    if wrong:
         raise CallError(
-            f"{owner}: {pair if sizes_fit else f'{width} {d}, {heads} {count}, {kv_heads} {kv_count}'}: each key/value head serves "
-            f"an equal number of query heads.\nFix: sizes of at least 1, {heads} a multiple of {kv_heads}."
+            f"{owner}: {wrong}: each key/value head serves an equal number of query heads.\n"
+            f"Fix: sizes of at least 1, {heads} a multiple of {kv_heads}."
         )
     if given is None and d % count:
         raise CallError(

@@ -215,7 +215,7 @@ def order_of_shards(plan: ShardPlan) -> list[int]:
             needed.update(set(plan.owner[runs.blocks(shard)].tolist()) - {shard})
     order: list[int] = []
     while needs:
-        ready = next((shard for shard, needed in needs.items() if needed <= set(order)), None)
+        ready = next((shard for shard, needed in needs.items() if needed.isdisjoint(needs)), None)
         if ready is None:
             names = ", ".join(map(str, list(needs)[:4])) + (" and more" if len(needs) > 4 else "")
             raise CallError(

@@ -118,9 +118,8 @@ class _Backward:
         else:
             shapes = [(parts, batch, kv_heads, rows, size) for size in sizes]
             steps = [packed(shape) for shape in shapes]
-        self.plane_bytes = (
-            batch * heads * nq * spec.number_bytes
-        )  # of the log-sum-exp, and of what it loses to rounding
+        # Of the log-sum-exp, and of what it loses to rounding.
+        self.plane_bytes = batch * heads * nq * spec.number_bytes
         dq = like_array(layout.arrays[0], d)
         self.new_dq = layout.new(call.q.shape, dq)
         self.new_dk, self.new_dv = (layout.new(*x) for x in zip(shapes, steps, strict=True))
@@ -163,6 +162,8 @@ class _Backward:
         delta = None if self.new_delta is None else self.new_delta(q)
         d_bias = None if self.d_bias_shape is None else sums.new_zeros(self.d_bias_shape)
         lse = sums.data_ptr()
+        # A tensor's shape takes a microsecond, its bytes less.
+        lse_low = lse + self.plane_bytes if sums.nbytes > self.plane_bytes else 0
         self.launch.run_at(
             q.data_ptr(),
             k.data_ptr(),
@@ -170,9 +171,7 @@ class _Backward:
             0 if bias is None else layout.bias_address(bias, layout.bias_strides),
             output.data_ptr(),
             lse,
-            lse + self.plane_bytes
-            if sums.nbytes > self.plane_bytes
-            else 0,  # the shape of a tensor takes a microsecond
+            lse_low,
             d_output.data_ptr(),
             0 if d_lse is None else d_lse.data_ptr(),
             0 if delta is None else delta.data_ptr(),

@@ -210,22 +210,18 @@ class ArrayLayout:
             return lambda like: np.empty(shape, kind)
         import torch
 
-        steps, torch_dtype = steps or packed(shape), getattr(torch, kind)
+        steps = steps or packed(shape)
+        other = {} if kind == self.dtype else {"dtype": getattr(torch, kind)}  # naming the dtype takes a microsecond
 
         def make(like: Any) -> Any:
-            return like.new_empty_strided(shape, steps, dtype=torch_dtype)
-
-        def make_of_inputs(like: Any) -> Any:  # naming the dtype takes a microsecond
-            return like.new_empty_strided(shape, steps)
+            return like.new_empty_strided(shape, steps, **other)
 
         def make_large(like: Any) -> Any:
             x = make(like)
             ask_for_large_pages(x.data_ptr(), x.nbytes)
             return x
 
-        if prod(shape) * BYTES[kind] >= LARGE:
-            return make_large
-        return make_of_inputs if kind == self.dtype else make
+        return make_large if prod(shape) * BYTES[kind] >= LARGE else make
 
     def fields(self) -> Fields:
         """The fields that every kernel reads: sizes, strides, options."""
