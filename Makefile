@@ -23,7 +23,7 @@ help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
 	@echo 'make tour      the same at full size, some minutes'
 	@echo 'make lesson    the lesson as interactive pages in four languages, in out/lesson'
-	@echo 'make test      the tests, without the long sweeps: about seven minutes of CPU time'
+	@echo 'make test      the tests, without the long sweeps: 5 to 12 minutes on two cores'
 	@echo 'make sweeps    the long sweeps alone'
 	@echo 'make test-all  both'
 	@echo 'make test-floor  the tests of attention and models on the oldest supported versions, in $(VENV)-floor'

@@ -152,7 +152,9 @@ def test_without_huggingface_hub_a_name_says_what_to_install(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["no model", "a/b/c", "./a/b", "../b", "/a/b", "a/", "a\\b", Path("a/b")])
-def test_anything_but_org_name_is_a_path(name: str | Path) -> None:
+def test_anything_but_org_name_is_a_path(name: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")  # so that it does not matter what lies beside this checkout
     with pytest.raises(DataError, match=r"is not a folder: a checkpoint is a folder with config.json"):
         Decoder.from_pretrained(name)
 
