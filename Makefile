@@ -1,6 +1,6 @@
 # make demo   every part in one run, in a minute or so, with its files in out/demo
 # make tour   the same at full size, some minutes
-# make test   what tests need, and the tests: about seven minutes of CPU time
+# make test   what tests need, and the tests: 5 to 12 minutes on two cores
 #
 # All need Python >= 3.10 and make, nothing else; another Python is chosen by `make PYTHON=python3.12 test`. On Linux, pip's
 # plain torch brings CUDA, some gigabytes: README.md says how to get the CPU build.
