@@ -205,6 +205,7 @@ MASKS_REFUSED = {
         r"mask: got a bare Tensor\. True hides in many notebooks and in nn\.MultiheadAttention, and shows in SDPA:"
         r"\nwrite lowtri\.table\(m\) if True = may see, lowtri\.hidden\(m\) if True = hidden",
     ),
+    "a function": (lambda q, k: k <= q, r"mask: got a bare function\. Fix: lowtri\.where\(f\)"),
     "an array of bools": (np.ones((5, 5), bool), r"mask: got a bare ndarray\. True hides in many notebooks"),
     "an array of whole numbers": (np.ones((5, 5), int), r"mask: got a bare ndarray\. True hides in many notebooks"),
     "a tensor of floats": (

@@ -368,6 +368,12 @@ def test_appends_that_do_not_fit_are_refused():
         cache.append(token, token, [3.0, 4.0, 5.0])
     cache.append(token, token, [3, -1, 7])  # pads anywhere, and gaps
     assert cache.length == 8
+    for arguments in ([[1.0]], token, token), (token, [[1.0]], token), (token, token, [[1.0]]):
+        with pytest.raises(CallError, match=r"(attend|append): [qkv] is list, but it takes NumPy arrays or torch"):
+            KVCache("causal").attend(*arguments)
+    for sizes in ({"capacity": "x"}, {"block": 1.5}, {"rewind": -1}):
+        with pytest.raises(CallError, match=r"KVCache: .* it counts tokens, from"):
+            KVCache("causal", **sizes)
 
 
 def test_layers_receive_the_same_appends():
@@ -459,6 +465,49 @@ def test_attend_is_append_and_attention(kind):
     ):
         cache.attend(q[:, :, :2], k[:, :, :1], v[:, :, :1])
     assert cache.length == n
+
+
+@pytest.mark.parametrize("mask", ["causal", "causal & window(40)", "causal & (window(20) | first(4))"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_attend_has_the_bits_of_append_and_attention(mask, dtype):
+    """In every layer, for tokens that lie in memory as projections leave them, with padding, and under autocast."""
+    torch.manual_seed(0)
+    one, two = KVCache(mask, block=8, rewind=20), KVCache(mask, block=8, rewind=20)
+
+    def step(n, positions=None, sinks=None):
+        for layer in range(2):
+            q, k, v = (torch.randn(2, n, heads, 32, dtype=dtype).transpose(1, 2) for heads in (4, 2, 2))
+            found = one.attend(q, k, v, positions, layer, sinks=sinks)
+            now = two.next_positions(n, layer) if positions is None else positions
+            keys, values, k_positions = two.append(k, v, positions, layer)
+            expected = lowtri.attention(q, keys, values, mask, sinks=sinks, q_positions=now, k_positions=k_positions)
+            assert torch.equal(found, expected)
+
+    step(20)
+    for _ in range(60):
+        step(1)
+    step(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        step(1)
+    step(1, sinks=torch.randn(4, dtype=dtype))
+    with torch.inference_mode():
+        step(1)
+    for cache in (one, two):
+        cache.crop(80)
+    step(1)
+    step(2, np.array([[-1, 81], [81, 82]]))
+    for _ in range(3):
+        step(1)
+
+
+def test_keys_that_autograd_has_saved_cannot_change_in_silence():
+    cache, x = KVCache("causal"), torch.randn(1, 2, 4, 8)
+    q = x.clone().requires_grad_()
+    output = cache.attend(q, x, x)
+    cache.crop(2)
+    cache.attend(x[:, :, :1], x[:, :, :1], x[:, :, :1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
 
 
 def test_slots_without_a_token_hold_numbers():

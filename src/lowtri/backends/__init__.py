@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol
 
-from lowtri.ops.call import Call, Inputs, Keys, Result
+from lowtri.ops.call import Call, Inputs, Positions, Result
 
 __all__ = ["BACKENDS", "Backend", "Prepared"]
 
@@ -60,8 +60,9 @@ class Prepared:
         """Whether it keeps to the mask for these inputs, or in the backward for this gradient of the output."""
         return True
 
-    def at(self, keys: Keys) -> Prepared | None:
-        """This call for other keys and positions; None where it cannot run them."""
+    def at(self, positions: Positions, k_strides: tuple[int, ...], v_strides: tuple[int, ...]) -> Prepared | None:
+        """This call for other keys and positions, strides in elements; None where it cannot run them. It reads the first
+        ``positions.nk`` keys, and its inputs may have more."""
         raise NotImplementedError
 
 

@@ -47,15 +47,19 @@ class _Differentiable(torch.autograd.Function):
         return output, weights, lse
 
     @staticmethod
-    @loop_over_vmapped_grads
-    def backward(ctx: Any, *d_results: Tensor | None) -> Any:
-        prepared, (*arrays, output) = ctx.prepared, ctx.saved_tensors
+    def backward(
+        ctx: Any, d_output: Tensor | None, d_weights: Tensor | None = None, d_lse: Tensor | None = None
+    ) -> Any:
+        prepared = ctx.prepared
+        # Where torch records a graph of the gradients, or passes tensors without data (batched ones, for example).
+        if torch.is_grad_enabled() or active_mode() is not None or any(map(_has_no_data, (d_output, d_weights, d_lse))):
+            return _each_by_formula(ctx, d_output, d_weights, d_lse)
+        *arrays, output = ctx.saved_tensors
         inputs = Inputs(*arrays)
-        d_output, _, d_lse = d_results if len(d_results) == 3 else (*d_results, None, None)
         if d_output is None:
             d_output = torch.zeros_like(output)
-        if prepared.gradients_from == "formula" or _needs_formula(d_results) or not prepared.accepts(inputs, d_output):
-            d_result = Result(d_output, *d_results[1:])
+        if prepared.gradients_from == "formula" or not prepared.accepts(inputs, d_output):
+            d_result = Result(d_output, d_weights, d_lse)
             return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
         if ctx.saved is not None:
             _check_unpacked((*arrays, output), ctx.saved)
@@ -85,11 +89,16 @@ def _check_unpacked(tensors: Sequence[Tensor | None], packed: Sequence[Any]) -> 
             )
 
 
-def _needs_formula(d_results: Sequence[Tensor | None]) -> bool:
-    """Whether torch records a graph of the gradients, or passes tensors without data."""
-    if torch.is_grad_enabled() or active_mode() is not None:
-        return True
-    return any(x is not None and dense_keys(x) is None for x in d_results)
+def _has_no_data(x: Tensor | None) -> bool:
+    return x is not None and dense_keys(x) is None
+
+
+@loop_over_vmapped_grads
+def _each_by_formula(ctx: Any, d_output: Tensor | None, *d_others: Tensor | None) -> Any:
+    """What the backward returns, for each gradient of a batch."""
+    *arrays, output = ctx.saved_tensors
+    d_result = Result(torch.zeros_like(output) if d_output is None else d_output, *d_others)
+    return None, None, *_by_formula(ctx.prepared, ctx.call, Inputs(*arrays), d_result, ctx.needs_input_grad[2:])
 
 
 def _by_formula(

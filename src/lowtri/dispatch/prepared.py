@@ -22,7 +22,7 @@ from lowtri.masks.arrays import why_not_plain
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import POSITION_MAX
 from lowtri.ops.arguments import arrange, available_threads, describe, whole_strides
-from lowtri.ops.call import FEW_QUERIES, Call, CallOptions, Inputs, Keys, Result
+from lowtri.ops.call import FEW_QUERIES, Call, CallOptions, Inputs, Positions, Result
 from lowtri.ops.distance_bias import DistanceBias
 
 _UNCHANGED = nullcontext()
@@ -45,6 +45,27 @@ def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
         return restore(result.output)
     extra = [result.weights] * options.return_weights + [result.lse] * options.return_lse
     return tuple(restore(x) for x in (result.output, *extra))
+
+
+def run_cached(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
+    """The output of :func:`lowtri.attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
+
+    A cache has checked its positions, so a token takes less time than a call. ``options`` have no positions, weights or lse.
+    """
+    arrays = None if autocast_device(q) else _array_keys(q, k, v, None, options.sinks)
+    without_keys = None if arrays is None else _key_for_any_keys(arrays)
+    others = options if options.sinks is None else options._replace(sinks=None)
+    try:
+        ready = PREPARED.get((without_keys, mask, positions.q is None, positions.k is None, others))
+    except TypeError:  # an unhashable argument, which the checks of the call reject
+        ready = None
+    if ready is not None:
+        inputs = _few_inputs(q, k, v, options.sinks)
+        at_keys = _at_keys(ready, inputs, (_strides(ready.call, inputs), positions), positions)
+        if at_keys is not None:
+            return at_keys.call.restore(at_keys.run(inputs).output)
+    keys, values = k[..., : positions.nk, :], v[..., : positions.nk, :]
+    return run_eagerly(q, keys, values, mask, options._replace(q_positions=positions.q, k_positions=positions.k))
 
 
 def without_autocast(device: str | None) -> AbstractContextManager[object]:
@@ -154,9 +175,7 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
             few = without_keys, mask, options.q_positions is None, options.k_positions is None, others
             ready = PREPARED.get(few)
             if ready is not None:
-                inputs = Inputs(q, k, v, None, sinks)
-                if len(arrays[1][0]) == 3:
-                    inputs = Inputs(q[None], k[None], v[None], None, sinks)
+                inputs = _few_inputs(q, k, v, sinks)
                 at_keys = _at_these_keys(ready, inputs, options, q_positions, k_positions)
                 if at_keys is not None:
                     return at_keys, inputs
@@ -238,19 +257,19 @@ def _key_for_any_keys(arrays: Any) -> Hashable | None:
     return threads, q[:-1], *of_k, d, k[1:-2], *of_v, dv, v[1:-2], sinks and sinks[:-1]
 
 
+def _few_inputs(q: Any, k: Any, v: Any, sinks: Any) -> Inputs:
+    """The arrays of a call that :func:`_key_for_any_keys` has seen, in four dimensions."""
+    return Inputs(q, k, v, None, sinks) if q.ndim == 4 else Inputs(q[None], k[None], v[None], None, sinks)
+
+
 def _at_these_keys(
     ready: CachedCall, inputs: Inputs, options: CallOptions, q_given: Any, k_given: Any
 ) -> CachedCall | None:
-    """The prepared call for so many keys, with these strides, at these positions; None if the arguments must be checked in full.
-
-    The layers of a model repeat all of it, so that the newest is kept.
-    """
-    k, v, nk, call = inputs.k, inputs.v, inputs.k.shape[2], ready.call
-    strides = (k.strides, v.strides) if call.is_numpy else (k.stride(), v.stride())
-    keys = nk, strides, q_given, k_given
-    newest = ready.newest
-    if newest is not None and newest[0] == keys:
-        return newest[1]
+    """The prepared call for so many keys, with these strides, at these positions; None if the arguments must be checked in full."""
+    nk, call = inputs.k.shape[2], ready.call
+    keys = nk, _strides(call, inputs), q_given, k_given
+    if ready.newest is not None and ready.newest[0] == keys:
+        return ready.newest[1]
     rows, nq = call.q.shape[0], call.q.shape[2]
     if nk == 0 or (options.q_positions is None and nq > nk and call.mask.depends_on_query) or call.mask.row_lengths:
         return None
@@ -268,11 +287,28 @@ def _at_these_keys(
         if checked is None:
             return None
         q_positions, q_low, q_high = checked
-    k_strides, v_strides = strides
+    return _at_keys(ready, inputs, keys, Positions(nk, q_positions, k_positions, (q_low, q_high, k_low, k_high)))
+
+
+def _strides(call: Call, inputs: Inputs) -> Any:
+    """Of keys and values, in bytes or elements."""
+    k, v = inputs.k, inputs.v
+    return (k.strides, v.strides) if call.is_numpy else (k.stride(), v.stride())
+
+
+def _at_keys(ready: CachedCall, inputs: Inputs, keys: Hashable, positions: Positions) -> CachedCall | None:
+    """The prepared call at other positions; ``keys`` stands for these and the strides. None if it cannot run them.
+
+    The layers of a model repeat all of it, so that the newest is kept.
+    """
+    newest = ready.newest
+    if newest is not None and newest[0] == keys:
+        return newest[1]
+    call = ready.call
+    strides = _strides(call, inputs)
     if call.is_numpy:
-        k_strides, v_strides = (tuple(n // x.itemsize for n in x.strides) for x in (k, v))
-    bounds = q_low, q_high, k_low, k_high
-    prepared = ready.prepared.at(Keys(nk, k_strides, v_strides, q_positions, k_positions, bounds))
+        strides = [tuple(n // x.itemsize for n in x.strides) for x in inputs[1:3]]
+    prepared = ready.prepared.at(positions, *strides)
     if prepared is None:
         return None
     now = CachedCall(call, ready.backend, prepared, ready.by_name, False, False, ready.is_4d_qkv)

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.dispatch.attend import attention
+from lowtri.dispatch.prepared import run_cached
 from lowtri.errors import CallError
 from lowtri.generation.slots import LookaheadCheck, SlotAllocator, Slots, ends_of, row_masks, rows_of
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.label_masks import with_open_end
 from lowtri.ops.arguments import plain_array
+from lowtri.ops.call import CallOptions
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
 from lowtri.pictures.pages import card
 from lowtri.pictures.svg import HIDDEN, fill
@@ -76,13 +77,12 @@ class KVCache:
         allow_missing: bool = False,
     ) -> None:
         for name, value, least in (("capacity", capacity, 0), ("block", block, 1), ("rewind", rewind, 0)):
-            if value < least:
-                raise CallError(f"KVCache: {name} is {value}; it counts tokens, from {least}.")
+            if not isinstance(value, int | np.integer) or value < least:
+                raise CallError(f"KVCache: {name} is {value!r}; it counts tokens, from {least}.")
         self.mask = with_open_end("KVCache", as_mask(mask))
         lookahead = None if allow_missing else LookaheadCheck(self.mask)
         self._slots = SlotAllocator(self.mask, capacity, block, rewind, lookahead)
         self._layers: dict[int, Layer] = {}
-        self._positions: NDArray[np.int64] = self._slots.positions[0]  # what the last append returned
 
     @property
     def capacity(self) -> int:
@@ -112,13 +112,13 @@ class KVCache:
     @property
     def contiguous(self) -> bool:
         """Whether the last append returned keys at 0 .. S-1 in order, the new ones last: attention's default positions."""
-        return self._slots.contiguous
+        return self._slots.read.k is None
 
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
         """Positions of a layer's next ``n`` tokens, (n,), or (B, n) where the rows of the batch differ."""
         appends = self._layers[layer].appends if layer in self._layers else 0
         allocated = appends < self._slots.appends  # by another layer of the same append
-        positions = self._slots.newest.copy() if allocated else self._slots.upcoming(n)
+        positions = (self._slots.newest if allocated else self._slots.upcoming(n)).copy()
         return positions[0] if len(positions) == 1 else positions
 
     def append(self, k: Any, v: Any, positions: Any = None, layer: int = 0) -> tuple[Any, Any, NDArray[np.int64]]:
@@ -138,6 +138,13 @@ class KVCache:
             CallError: if shapes, dtypes, positions or the order of layers do not fit, or the mask shows a query a key that is not
                 yet appended; the cache is then unchanged.
         """
+        buffers, n = self._store(k, v, positions, layer), self._slots.read.nk
+        used = self._slots.positions[:, :n]
+        used.flags.writeable = False  # a view of the allocator's own array
+        return (*buffers.front(n), used[0] if len(used) == 1 else used)
+
+    def _store(self, k: Any, v: Any, positions: Any, layer: int) -> Layer:
+        """Write new tokens into the buffers of their layer."""
         k, v = _plain("k", k), _plain("v", v)
         buffers, slots = self._layers.get(layer), self._slots
         if buffers is not None:
@@ -154,9 +161,6 @@ class KVCache:
             if late is not None:
                 raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
             slots.allocate(n, batch_of(k), positions)
-            used = slots.positions[:, : slots.span]
-            self._positions = used[0] if len(used) == 1 else used
-            self._positions.flags.writeable = False  # a view of the allocator's own array
         elif n != slots.newest.shape[1] or not (positions is None or slots.is_newest(positions)):
             raise CallError(
                 f"append: layer {layer} brings other tokens than the layer before it: {n} of them, after "
@@ -168,7 +172,7 @@ class KVCache:
             buffers.move(slots.moved, slots.capacity)
         buffers.appends = slots.appends
         buffers.write(slots.top - n, k, v)
-        return (*buffers.front(slots.span), self._positions)
+        return buffers
 
     def attend(
         self,
@@ -204,17 +208,19 @@ class KVCache:
             CallError: as in :meth:`append` and :func:`lowtri.attention`. After an error of the attention itself (``sinks`` of another
                 shape, say) the tokens are in the cache: ``crop`` removes them.
         """
-        if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
+        try:
+            fits = q.ndim == k.ndim and q.shape[:-3] == k.shape[:-3] and q.shape[-2:] == k.shape[-2:]
+        except AttributeError:
+            name, x = next((name, x) for name, x in (("q", q), ("k", k)) if not hasattr(x, "ndim"))
+            raise _not_an_array("attend", name, x) from None
+        if not fits:
             raise CallError(
                 f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
                 "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
             )
-        keys, values, k_positions = self.append(k, v, positions, layer)
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "engine": engine}
-        if not self.contiguous:  # otherwise attention's default positions are right, and cheaper
-            newest = self._slots.newest
-            options |= {"q_positions": newest[0] if len(newest) == 1 else newest, "k_positions": k_positions}
-        return attention(q, keys, values, self.mask, **options)
+        buffers = self._store(k, v, positions, layer)
+        options = CallOptions(scale, softcap, sinks=sinks, engine=engine)
+        return run_cached(q, buffers.keys, buffers.values, self.mask, options, self._slots.read)
 
     def reorder(self, index: Any) -> None:
         """Let row ``i`` continue from row ``index[i]``, as in beam search; the batch may grow or shrink.
@@ -281,7 +287,8 @@ class KVCache:
 
     def _late(self) -> int | None:
         """The first layer that has not seen the newest tokens; None if all have."""
-        return min((number for number, x in self._layers.items() if x.appends < self._slots.appends), default=None)
+        appends = self._slots.appends
+        return min([number for number, x in self._layers.items() if x.appends < appends], default=None)
 
     @property
     def _batch(self) -> int:
@@ -363,10 +370,10 @@ class KVCache:
 class Layer:
     """The keys (..., capacity, D) and values (..., capacity, Dv) of one layer."""
 
-    __slots__ = ("appends", "keys", "signature", "values")
+    __slots__ = ("appends", "keys", "memory", "signature", "values")
 
     def __init__(self, k: Any, v: Any, capacity: int) -> None:
-        self.keys, self.values = _empty(k, capacity), _empty(v, capacity)
+        self._hold(_empty(k, capacity), _empty(v, capacity))
         self.signature: Any = _signature(k, v)  # of the last append: equal ones need no further check
         self.appends = 0
 
@@ -384,16 +391,21 @@ class Layer:
 
     def write(self, start: int, k: Any, v: Any) -> None:
         """Write new tokens to the slots from ``start`` on."""
-        _write(self.keys, start, k)
-        _write(self.values, start, v)
+        _write(self.keys, self.memory[0], start, k)
+        _write(self.values, self.memory[1], start, v)
 
     def move(self, slots: Slots, capacity: int) -> None:
         """New buffers with the old slots at their front."""
-        self.keys, self.values = (_enlarged(x[..., slots, :], capacity) for x in (self.keys, self.values))
+        self._hold(*(_enlarged(x[..., slots, :], capacity) for x in (self.keys, self.values)))
 
     def pick(self, rows: NDArray[np.int64]) -> None:
         """Row i becomes a copy of row ``rows[i]``."""
-        self.keys, self.values, self.signature = self.keys[rows], self.values[rows], None
+        self._hold(self.keys[rows], self.values[rows])
+        self.signature = None
+
+    def _hold(self, keys: Any, values: Any) -> None:
+        self.keys, self.values = keys, values
+        self.memory = [None if isinstance(x, np.ndarray) else _tensors().memory_of(x) for x in (keys, values)]
 
     def front(self, n: int) -> tuple[Any, Any]:
         """The first ``n`` slots, as views."""
@@ -406,7 +418,7 @@ def check_new(k: Any, v: Any, mask: Mask) -> None:
     """Raise unless a layer can begin with these keys and values: arrays whose shapes fit together and the mask."""
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, np.ndarray) and not is_tensor(x):
-            raise CallError(f"append: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
+            raise _not_an_array("append", name, x)
     if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
         raise CallError(
             f"append: keys {shape_text(k)} and values {shape_text(v)} do not fit: "
@@ -415,6 +427,10 @@ def check_new(k: Any, v: Any, mask: Mask) -> None:
     rows = (*mask.batch, 1)[0]
     if rows > 1 and (k.ndim < 4 or k.shape[0] != rows):
         raise CallError(f"append: keys {shape_text(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
+
+
+def _not_an_array(method: str, name: str, x: Any) -> CallError:
+    return CallError(f"{method}: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
 
 
 def _signature(k: Any, v: Any) -> tuple[Any, ...]:
@@ -438,33 +454,32 @@ def _empty(like: Any, capacity: int) -> Any:
 
 def _enlarged(tokens: Any, capacity: int) -> Any:
     buffer = _empty(tokens, capacity)
-    _write(buffer, 0, tokens)
+    buffer[..., : tokens.shape[-2], :] = tokens
     return buffer
 
 
-def _write(buffer: Any, start: int, new: Any) -> None:
-    new = new.detach() if getattr(new, "requires_grad", False) else new
+def _write(buffer: Any, memory: NDArray[Any] | None, start: int, new: Any) -> None:
     if isinstance(buffer, np.ndarray):
         buffer[..., start : start + new.shape[-2], :] = new
-    else:  # in half the time of an index
-        buffer.narrow(-2, start, new.shape[-2]).copy_(new)
+    else:
+        _tensors().write_tokens(buffer, memory, start, new)
 
 
 def _plain(name: str, x: Any) -> Any:
     """An array or tensor whose memory holds its numbers; most are seen to be one without the check of all others."""
     if type(x) is np.ndarray:
         return x if x.flags.c_contiguous and x.flags.aligned else plain_array(name, x, "append")
-    if "torch" in sys.modules and _guard_of_tensors()(x):
+    if "torch" in sys.modules and _tensors().is_dense_cpu(x):
         return x
     return plain_array(name, x, "append")
 
 
 @cache
-def _guard_of_tensors() -> Callable[[Any], bool]:
+def _tensors() -> Any:
     """Loaded with torch; an import in each call takes longer than the check."""
-    from lowtri.ops.tensors import is_dense_cpu
+    from lowtri.ops import tensors
 
-    return is_dense_cpu
+    return tensors
 
 
 def batch_of(x: Any) -> int:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 from lowtri.masks.arrays import positions_in_numpy
+from lowtri.ops.call import Positions
 
 Slots: TypeAlias = "slice | NDArray[np.int64]"
 
@@ -46,8 +47,7 @@ class SlotAllocator:
         self.appends = 0
         self.evicted = 0
         self.newest: NDArray[np.int64] = self.positions[:, :0]  # (R, N) positions of the last append, in the last slots
-        self.contiguous = False  # whether slot i then held position i in all rows: attention's default positions
-        self.span = 0  # how many slots its queries read: all where keys are evicted, so that the number is constant
+        self.read = Positions(0, self.newest, self.newest, (-1, -1, -1, -1))  # by its queries, in every layer
         self.moved: Slots | None = None  # the old slots in their new order, if the last append moved the tokens
         self.lookahead = lookahead  # None if queries may come before keys that the mask shows them
         self._complete_from = np.zeros(1, np.int64)  # (R,) queries from here on can see none of the evicted keys
@@ -67,7 +67,7 @@ class SlotAllocator:
 
     def upcoming(self, n: int) -> NDArray[np.int64]:
         """Default positions of the next ``n`` tokens, (R, n)."""
-        return self.next[:, None] + np.arange(n)
+        return self.next[:, None] if n == 1 else self.next[:, None] + np.arange(n)
 
     def is_newest(self, positions: Any) -> bool:
         """Whether these are the positions of the last append, for all rows or for each."""
@@ -98,10 +98,24 @@ class SlotAllocator:
         if n:
             self._gaps = self._gaps or not follows
             self.next = new[:, -1] + 1 if follows else np.maximum(self.next, new.max(1) + 1)
-        self.contiguous = not self._gaps and len(self.next) == 1 and self.next.item() == self.top
-        self.span = self.capacity if self.evicted and not self.contiguous else self.top
+        self.read = self._read(n)
         self._since_sweep += n
         self.appends += 1
+
+    def _read(self, n: int) -> Positions:
+        """What the queries of the last ``n`` tokens read: all slots where keys are evicted, so that the number is constant."""
+        top, q = self.top, self.newest
+        if not self._gaps and len(self.next) == 1 and self.next.item() == top:
+            return Positions(
+                top, None, None, (top - n, top - 1, 0, top - 1)
+            )  # attention's defaults, which it need not read
+        span = self.capacity if self.evicted else top
+        k = self.positions[:, :span]
+        if q.size == 1:  # of one row: keys ascend
+            at, gaps = q.item(), self._gaps or span > top
+            return Positions(span, q, k, (at, at, -1 if gaps else k.item(0), self.next.item() - 1))
+        low, high = ([int(f(x, initial=none)) for x in (q, k)] for f, none in ((np.min, POSITION_MAX), (np.max, -1)))
+        return Positions(span, q, k, (low[0], high[0], low[1], high[1]))
 
     def crop(self, n: NDArray[np.int64]) -> None:
         """Remove the tokens at positions from ``n`` (R,) on."""

@@ -125,6 +125,8 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
     dtype = str(getattr(value, "dtype", ""))
     if "float" in dtype:
         raise MaskError(_float_error(given, value))
+    if callable(value) and not dtype:
+        raise MaskError(f"{given}. Fix: lowtri.where(f), where f(q, k) says which positions q see which positions k.")
     m = "m" if "bool" in dtype or not dtype else "m != 0"
     raise MaskError(
         f"{given}. True hides in many notebooks and in nn.MultiheadAttention, and shows in SDPA:\n"

@@ -43,7 +43,7 @@ def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
         )
     if not least <= value <= POSITION_MAX:
         raise MaskError(
-            f"{function}: {name} is {shown(value)}, but it must lie in {least} .. 2**62. Fix: {name}={least}."
+            f"{function}: {name} is {shown(value)}, but it must lie in {least} .. 2**62. Fix: {name.split(',')[0]}={least}."
         )
     return int(value)
 

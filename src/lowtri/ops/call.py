@@ -87,15 +87,16 @@ class Result(NamedTuple):
     state: Any = None  # what the backend's own gradients need besides the inputs and the output
 
 
-class Keys(NamedTuple):
-    """What changes from token to token where few queries read a cache: how many keys, where they lie, and all positions."""
+@dataclass(eq=False, slots=True)  # frozen, it would take twice as long to make
+class Positions:
+    """What changes from token to token where few queries read a cache: the number of keys, and all positions, checked."""
 
     nk: int
-    k_strides: tuple[int, ...]  # (B, Hkv, Nk, D), in elements
-    v_strides: tuple[int, ...]
-    q_positions: NDArray[np.int64] | None  # (B|1, Nq); None: the default
-    k_positions: NDArray[np.int64] | None  # (B|1, Nk)
-    bounds: tuple[int, int, int, int]  # the least and the greatest position of the queries, and of the keys
+    q: NDArray[np.int64] | None  # (B|1, Nq); None: the default
+    k: NDArray[np.int64] | None  # (B|1, Nk)
+    bounds: tuple[
+        int, int, int, int
+    ]  # no query is at a position below the first or above the second; the others are of the keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,15 +174,16 @@ class Call:
         """The table of visible pairs among the queries ``start .. stop`` and the keys ``k0 .. k1`` (indices): (B|1, Hq|1, nq, nk)."""
         return _table(self.mask, self.q_positions[:, start:stop], self.k_positions[:, k0:k1])
 
-    def visible_of(self, keys: Keys) -> NDArray[np.bool_] | None:
-        """The table of visible pairs at other keys, (B|1, Hq|1, Nq, Nk); None where every query sees every key."""
-        if self._shows(keys.bounds):
+    def visible_at(self, positions: Positions) -> NDArray[np.bool_] | None:
+        """The table of visible pairs at other positions, (B|1, Hq|1, Nq, Nk); None where every query sees every key."""
+        bounds = positions.bounds
+        if self._shows(bounds):
             return None
-        q, k = positions_of(self.mask, self.q.shape[2], keys.nk, keys.q_positions, keys.k_positions)
-        if self.mask.batch or len(q) > 1 or len(k) > 1 or keys.bounds[0] < 0:
+        q, k = positions_of(self.mask, self.q.shape[2], positions.nk, positions.q, positions.k)
+        if self.mask.batch or len(q) > 1 or len(k) > 1 or bounds[0] < 0:
             return _table(self.mask, q, k)
         visible = self.mask.between_tokens(q.T, k)
-        return (visible & (k >= 0) if keys.bounds[2] < 0 else visible)[None, None]  # free slots of a cache are at -1
+        return (visible & (k >= 0) if bounds[2] < 0 else visible)[None, None]  # free slots of a cache are at -1
 
     @cached_property
     def first_distance(self) -> int | None:

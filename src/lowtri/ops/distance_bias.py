@@ -80,6 +80,8 @@ def distance_bias(table: Any, first: int | None = None) -> DistanceBias:
     _check("distance_bias", "table", table, (1, 2, 3), "(L,), (Hq, L) or (B, Hq, L)")
     n = int(table.shape[-1])
     start = -(n // 2) if first is None else int(first)
+    if first is not None and start != first:
+        raise CallError(f"distance_bias: first is {first}; a distance is a whole number.")
 
     def look_up(values: Any, distances: NDArray[np.int64]) -> Any:
         return values[..., _like(np.clip(distances - start, 0, n - 1), values)]

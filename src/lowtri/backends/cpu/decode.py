@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.backends import Prepared
-from lowtri.backends.cpu.launch import ArrayLayout, Launch, Selection, decode_threads, packed, to_dtype
+from lowtri.backends.cpu.launch import ArrayLayout, Launch, Selection, Strides, decode_threads, packed, to_dtype
 from lowtri.kernels.abi import CACHE_KEYS, DECODE
-from lowtri.ops.call import Call, Inputs, Keys, Result
+from lowtri.ops.call import Call, Inputs, Positions, Result
 
 # The fields of the record that depend on the keys.
 _VARYING = ("nk", "first_key", "tasks", "visible", "visible_strides", "k_strides", "v_strides")
@@ -36,7 +36,7 @@ class CpuDecode(Prepared):
         self.launches: dict[tuple[int, int], Launch] = {}  # by threads, and parts of the keys
         given = call.positions_given
         q_positions, k_positions = call.q_positions if given else None, call.k_positions if given else None
-        self.own = self._at(Keys(nk, call.k.strides, call.v.strides, q_positions, k_positions, call.bounds))
+        self.own = self._at(Positions(nk, q_positions, k_positions, call.bounds), call.k.strides, call.v.strides)
         # With the table and the positions: those of this call, and of the newest run.
         positions = sum(x.nbytes for x in (q_positions, k_positions) if x is not None)
         self.nbytes = 8192 + 3 * (self.own.nbytes + positions)
@@ -44,15 +44,15 @@ class CpuDecode(Prepared):
     def run(self, inputs: Inputs) -> Result:
         return self.own.run(inputs)
 
-    def at(self, keys: Keys) -> Prepared | None:
+    def at(self, positions: Positions, k_strides: Strides, v_strides: Strides) -> Prepared | None:
         """This call for other keys and positions; None where the strides of the keys are for another kernel."""
-        for new, old in ((keys.k_strides, self.call.k.strides), (keys.v_strides, self.call.v.strides)):
+        for new, old in ((k_strides, self.call.k.strides), (v_strides, self.call.v.strides)):
             if new[3] != old[3] or (self.layout.spec.in_pairs and (new[0] | new[1] | new[2]) % 2):
                 return None
-        return self._at(keys)
+        return self._at(positions, k_strides, v_strides)
 
-    def _at(self, keys: Keys) -> _AtKeys:
-        nk, visible, first_key = keys.nk, self.call.visible_of(keys), 0  # visible: (B|1, Hq|1, Nq, Nk)
+    def _at(self, positions: Positions, k_strides: Strides, v_strides: Strides) -> _AtKeys:
+        nk, visible, first_key = positions.nk, self.call.visible_at(positions), 0  # visible: (B|1, Hq|1, Nq, Nk)
         by_row = by_head = 0
         if visible is not None:  # under a window: only the keys from the first to the last visible one
             first_key, stop, is_full = _run_of_keys(visible)
@@ -62,13 +62,12 @@ class CpuDecode(Prepared):
             by_row, by_head = by_row if rows > 1 else 0, by_head if heads > 1 else 0
         threads = decode_threads(self.call, nk, self.layout.spec.input_bytes)
         parts = max(1, min(2 * threads // self.groups, -(-nk // CACHE_KEYS)))
-        k_strides, v_strides = keys.k_strides, keys.v_strides
         if self.layout.cast:  # to contiguous copies
-            k_strides, v_strides = (packed((*self.call.k.shape[:2], keys.nk, size)) for size in self.head_sizes)
+            k_strides, v_strides = (packed((*self.call.k.shape[:2], positions.nk, size)) for size in self.head_sizes)
         launch = self.launches.get((threads, parts)) or self._prepare(threads, parts)
         table = 0 if visible is None else visible.ctypes.data
         numbers = nk, first_key, self.groups * parts, table, by_row, by_head, *k_strides, *v_strides
-        return _AtKeys(self, launch, launch.words(numbers), visible)
+        return _AtKeys(self, launch, launch.words(numbers), visible, positions.nk)
 
     def _prepare(self, threads: int, parts: int) -> Launch:
         """The launch for this division of the work; what each run writes is 0 here."""
@@ -81,13 +80,17 @@ class CpuDecode(Prepared):
 class _AtKeys(Prepared):
     """A call for certain keys: the words of the record that depend on them, and the table that one of these is the address of."""
 
-    def __init__(self, decode: CpuDecode, launch: Launch, words: bytes, visible: NDArray[np.bool_] | None) -> None:
-        self.decode, self.launch, self.words, self.visible = decode, launch, words, visible
+    def __init__(
+        self, decode: CpuDecode, launch: Launch, words: bytes, visible: NDArray[np.bool_] | None, nk: int
+    ) -> None:
+        self.decode, self.launch, self.words, self.visible, self.nk = decode, launch, words, visible, nk
         self.nbytes = 0 if visible is None else visible.nbytes
 
     def run(self, inputs: Inputs) -> Result:
         decode = self.decode
         layout, address = decode.layout, decode.layout.address
+        if layout.cast and inputs.k.shape[2] > self.nk:  # buffers of a cache
+            inputs = inputs._replace(k=inputs.k[:, :, : self.nk], v=inputs.v[:, :, : self.nk])
         q, k, v, bias, sinks = inputs if layout.unchanged else layout.inputs(inputs)
         output, lse = decode.new_output(q), None if decode.new_lse is None else decode.new_lse(q)
         self.launch.run_at(

@@ -211,10 +211,16 @@ class ArrayLayout:
         import torch
 
         steps = steps or packed(shape)
-        other = {} if kind == self.dtype else {"dtype": getattr(torch, kind)}  # naming the dtype takes a microsecond
+        if kind == self.dtype:  # naming the dtype takes a microsecond
 
-        def make(like: Any) -> Any:
-            return like.new_empty_strided(shape, steps, **other)
+            def make(like: Any) -> Any:
+                return like.new_empty_strided(shape, steps)
+
+        else:
+            other = getattr(torch, kind)
+
+            def make(like: Any) -> Any:
+                return like.new_empty_strided(shape, steps, dtype=other)
 
         def make_large(like: Any) -> Any:
             x = make(like)
