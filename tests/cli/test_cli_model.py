@@ -108,6 +108,7 @@ def test_the_mask_reaches_the_model(text: Path, tmp_path: Path, capsys: Any) -> 
         (["TEXT", "--out", "OUT", "--vocabulary", "9"], "vocabulary: got 9; at least 258 are needed"),
         (["TEXT", "--out", "OUT", "--context", "99999"], "one row takes 100000.\nFix: more text, or a smaller context"),
         (["TEXT", "--out", "OUT", "--device", "abacus"], "--device: 'abacus' cannot be used: "),
+        (["TEXT", "--out", "OUT", "--device", "meta"], "--device: 'meta' cannot be used: "),
         (["TEXT", "--out", "FOLDER"], "is not empty. Fix: another folder, or --resume to go on with the run in it"),
         (["TEXT", "--out", "EMPTY"], "is a file. Fix: a folder"),
     ],

@@ -129,13 +129,17 @@ def test_a_kill_around_the_renaming(tmp_path: Path, moment: str) -> None:
     assert os.listdir(tmp_path) == [f"step-{resumed.done}"]
 
 
-@pytest.mark.parametrize("damage", ["half a shard", "no shard", "no metadata", "half of the metadata", "no run.json"])
+@pytest.mark.parametrize(
+    "damage", ["half a shard", "no shard", "no metadata", "half of the metadata", "no run.json", "other keys"]
+)
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
     saved(tmp_path)
     folder = newest(tmp_path)
     assert folder is not None
     (shard,) = folder.glob("*.distcp")
-    if damage.startswith("half"):
+    if damage == "other keys":
+        (folder / "run.json").write_text('{"recipe": {"steps": 3}, "done": 1}')
+    elif damage.startswith("half"):
         path = shard if "shard" in damage else folder / ".metadata"
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     else:

@@ -158,7 +158,7 @@ def _check_device(device: str) -> None:
     from lowtri.errors import DataError
 
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # which the device meta cannot
     except (RuntimeError, AssertionError) as error:
         raise DataError(f"--device: {device!r} cannot be used: {str(error).splitlines()[0]}") from None
 

@@ -52,13 +52,16 @@ class _Differentiable(torch.autograd.Function):
     ) -> Any:
         prepared = ctx.prepared
         # Where torch records a graph of the gradients, or passes tensors without data (batched ones, for example).
-        if torch.is_grad_enabled() or active_mode() is not None or any(map(_has_no_data, (d_output, d_weights, d_lse))):
+        needs_formula = torch.is_grad_enabled() or active_mode() is not None
+        for x in (d_output, d_weights, d_lse):
+            needs_formula |= x is not None and dense_keys(x) is None
+        if needs_formula:
             return _each_by_formula(ctx, d_output, d_weights, d_lse)
         *arrays, output = ctx.saved_tensors
         inputs = Inputs(*arrays)
         if d_output is None:
             d_output = torch.zeros_like(output)
-        if prepared.gradients_from == "formula" or not prepared.accepts(inputs, d_output):
+        if prepared.gradients_from == "formula" or (prepared.is_selective and not prepared.accepts(inputs, d_output)):
             d_result = Result(d_output, d_weights, d_lse)
             return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
         if ctx.saved is not None:
@@ -87,10 +90,6 @@ def _check_unpacked(tensors: Sequence[Tensor | None], packed: Sequence[Any]) -> 
                 f"attention: a hook of saved tensors unpacked a tensor on {x.device} whose data does not lie in memory as it is.\n"
                 "Fix: a hook that returns tensors like those that were packed."
             )
-
-
-def _has_no_data(x: Tensor | None) -> bool:
-    return x is not None and dense_keys(x) is None
 
 
 @loop_over_vmapped_grads

@@ -267,29 +267,27 @@ class Run:
         path = self.processes.on_main(lambda: newest(folder))
         if path is None:
             return
-        content = self.processes.run_on_all(lambda: self._check(path), "reading a checkpoint")
+        history, done = self.processes.run_on_all(lambda: self._check(path), "reading a checkpoint")
         self._restore(path)
-        self.history = History.of(content["history"])
-        self.done = int(content["done"])
+        self.history, self.done = history, done
 
-    def _check(self, path: Path) -> dict[str, Any]:
-        """What run.json has, if the state belongs to this run, or to one of fewer steps; else a DataError."""
+    def _check(self, path: Path) -> tuple[History, int]:
+        """The history and the steps done, if the state belongs to this run, or to one of fewer steps; else a DataError."""
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         try:
             content: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
+            recipe, corpus, now = dict(content["recipe"]), content["corpus"], asdict(self.recipe)
+            history, done = History.of(content["history"]), int(content["done"])
+            now["steps"] = min(now["steps"], recipe["steps"])
             saved = FileSystemReader(path).read_metadata().state_dict_metadata
-        except _UNREADABLE as error:
+        except (*_UNREADABLE, TypeError) as error:  # also where run.json has other keys
             raise _unreadable(path, error) from None
-        now = asdict(self.recipe)
-        now["steps"] = min(now["steps"], content["recipe"]["steps"])
-        changed = [
-            f"{key} {before} -> {now.get(key)}" for key, before in content["recipe"].items() if before != now.get(key)
-        ]
+        changed = [f"{key} {before} -> {now.get(key)}" for key, before in recipe.items() if before != now.get(key)]
         if changed:
             raise DataError(f"{path} belongs to a run with another recipe: {', '.join(changed)}")
-        if content["corpus"] != self.corpus.digest():
+        if corpus != self.corpus.digest():
             raise DataError(f"{path} belongs to a run on other text: the files, or the vocabulary, changed since")
         for name, weight in get_model_state_dict(self.model).items():  # its names are those of the checkpoint
             there = getattr(saved.get(f"model.{name}"), "size", None)
@@ -298,7 +296,7 @@ class Run:
                 raise DataError(
                     f"{path} belongs to a model of other sizes: {name} is {there} there, {tuple(weight.shape)} here"
                 )
-        return content
+        return history, done
 
     def _restore(self, path: Path) -> None:
         """Load the weights and moments."""
