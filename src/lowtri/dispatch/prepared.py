@@ -268,8 +268,8 @@ def _at_these_keys(
     """The prepared call for so many keys, with these strides, at these positions; None if the arguments must be checked in full."""
     nk, call = inputs.k.shape[2], ready.call
     keys = nk, _strides(call, inputs), q_given, k_given
-    if ready.newest is not None and ready.newest[0] == keys:
-        return ready.newest[1]
+    if (newest := ready.newest) is not None and newest[0] == keys:  # another thread may replace it
+        return newest[1]
     rows, nq = call.q.shape[0], call.q.shape[2]
     if nk == 0 or (options.q_positions is None and nq > nk and call.mask.depends_on_query) or call.mask.row_lengths:
         return None
@@ -292,8 +292,7 @@ def _at_these_keys(
 
 def _strides(call: Call, inputs: Inputs) -> Any:
     """Of keys and values, in bytes or elements."""
-    k, v = inputs.k, inputs.v
-    return (k.strides, v.strides) if call.is_numpy else (k.stride(), v.stride())
+    return (inputs.k.strides, inputs.v.strides) if call.is_numpy else (inputs.k.stride(), inputs.v.stride())
 
 
 def _at_keys(ready: CachedCall, inputs: Inputs, keys: Hashable, positions: Positions) -> CachedCall | None:
@@ -301,11 +300,9 @@ def _at_keys(ready: CachedCall, inputs: Inputs, keys: Hashable, positions: Posit
 
     The layers of a model repeat all of it, so that the newest is kept.
     """
-    newest = ready.newest
-    if newest is not None and newest[0] == keys:
+    if (newest := ready.newest) is not None and newest[0] == keys:  # another thread may replace it
         return newest[1]
-    call = ready.call
-    strides = _strides(call, inputs)
+    call, strides = ready.call, _strides(ready.call, inputs)
     if call.is_numpy:
         strides = [tuple(n // x.itemsize for n in x.strides) for x in inputs[1:3]]
     prepared = ready.prepared.at(positions, *strides)
