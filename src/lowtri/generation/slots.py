@@ -106,9 +106,7 @@ class SlotAllocator:
         """What the queries of the last ``n`` tokens read: all slots where keys are evicted, so that the number is constant."""
         top, q = self.top, self.newest
         if not self._gaps and len(self.next) == 1 and self.next.item() == top:
-            return Positions(
-                top, None, None, (top - n, top - 1, 0, top - 1)
-            )  # attention's defaults, which it need not read
+            return Positions(top, None, None, (top - n, top - 1, 0, top - 1))  # attention's defaults: cheaper
         span = self.capacity if self.evicted else top
         k = self.positions[:, :span]
         if q.size == 1:  # of one row: keys ascend

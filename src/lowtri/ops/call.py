@@ -94,9 +94,7 @@ class Positions:
     nk: int
     q: NDArray[np.int64] | None  # (B|1, Nq); None: the default
     k: NDArray[np.int64] | None  # (B|1, Nk)
-    bounds: tuple[
-        int, int, int, int
-    ]  # no query is at a position below the first or above the second; the others are of the keys
+    bounds: tuple[int, int, int, int]  # the least and the greatest position of the queries, and of the keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,11 +254,3 @@ def _consecutive(start: int, stop: int) -> NDArray[np.int64]:
     positions = np.arange(start, stop)[None]
     positions.setflags(write=False)
     return positions
-
-
-def seen_keys(visible: NDArray[np.bool_]) -> slice | None:
-    """The keys from the first to the last that anybody sees in a table (B|1, Hq|1, Nq, Nk), or None where that is all of them."""
-    some = np.flatnonzero(visible.any(axis=(0, 1, 2)))
-    if not 0 < len(some) < visible.shape[3]:
-        return None
-    return slice(int(some[0]), int(some[-1]) + 1)
