@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtri
 from lowtri import KVCache
@@ -369,8 +373,9 @@ def test_appends_that_do_not_fit_are_refused():
     cache.append(token, token, [3, -1, 7])  # pads anywhere, and gaps
     assert cache.length == 8
     for arguments in ([[1.0]], token, token), (token, [[1.0]], token), (token, token, [[1.0]]):
-        with pytest.raises(CallError, match=r"(attend|append): [qkv] is list, but it takes NumPy arrays or torch"):
-            KVCache("causal").attend(*arguments)
+        for one in (KVCache("causal"), cache):
+            with pytest.raises(CallError, match=r"(attend|append): [qkv] is list, but it takes NumPy arrays or torch"):
+                one.attend(*arguments)
     for sizes in ({"capacity": "x"}, {"block": 1.5}, {"rewind": -1}):
         with pytest.raises(CallError, match=r"KVCache: .* it counts tokens, from"):
             KVCache("causal", **sizes)
@@ -498,6 +503,70 @@ def test_attend_has_the_bits_of_append_and_attention(mask, dtype):
     step(2, np.array([[-1, 81], [81, 82]]))
     for _ in range(3):
         step(1)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_copy_of_a_cache_goes_on_alone(copied, kind):
+    one, x = KVCache("causal & window(40)"), torch.randn(70, 1, 2, 1, 32)
+    x = x.numpy() if kind == "numpy" else x
+    for token in x[:50]:
+        one.attend(token, token, token)
+    two = copied(one)
+    for token in x[50:]:
+        other = token[..., ::-1] if kind == "numpy" else token.flip(-1)
+        expected = one.attend(token, token, token)
+        assert (two.attend(token, token, token) == expected).all()
+        two.crop(two.length - 1)
+        two.attend(other, other, other)
+        two.crop(two.length - 1)
+        two.append(token, token)
+
+
+@pytest.mark.parametrize("mask", ["causal", "causal & window(4)"])
+@pytest.mark.parametrize("crop", [(10, 15), (12, 17), (9, 17)])
+def test_a_row_with_holes_goes_on_alone(mask, crop):
+    """Rows that are cropped to other lengths leave holes, which no bound of the positions may hide."""
+    cache, x = KVCache(mask, block=4, rewind=8), torch.randn(2, 2, 40, 32)
+    for t in range(17):
+        cache.append(x[:, :, t : t + 1], x[:, :, t : t + 1])
+    cache.crop(crop)
+    cache.reorder([0])
+    for t in range(crop[0], 40):
+        found = cache.attend(*[x[:1, :, t : t + 1]] * 3)
+        expected = lowtri.attention(*[x[:1, :, : t + 1]] * 3, mask, engine="reference")[:, :, -1:]
+        torch.testing.assert_close(found, expected, rtol=0, atol=16 * 2**-23 * float(x.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, inside forward mode
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache.")
+def test_what_torch_traces_sees_the_tokens_that_are_written():
+    x, y = torch.randn(1, 2, 3, 32), torch.randn(1, 2, 3, 32)
+
+    def two_appends(x):
+        cache = KVCache("causal")
+        cache.attend(x, x, x)
+        return cache.attend(x[:, :, :1], x[:, :, :1], x[:, :, :1])
+
+    def at_once(x):
+        joined = torch.cat([x, x[:, :, :1]], 2)
+        return lowtri.attention(joined, joined, joined, "causal")[:, :, -1:]
+
+    for found, expected in (
+        (torch.func.jvp(two_appends, (x,), (y,))[1], torch.func.jvp(at_once, (x,), (y,))[1]),
+        (make_fx(two_appends)(y)(x), at_once(x)),
+        (torch.compile(two_appends, backend="eager", dynamic=False)(x), at_once(x)),
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_cache_reordered_in_inference_mode_is_written_outside_of_it():
+    cache, x = KVCache("causal"), torch.randn(2, 1, 4, 8)
+    with torch.inference_mode():
+        cache.append(x, x)
+        cache.reorder([1, 0])
+    keys, _, _ = cache.append(x[:, :, :1], x[:, :, :1])
+    assert torch.equal(keys[:, :, :4], x[[1, 0]])
 
 
 def test_keys_that_autograd_has_saved_cannot_change_in_silence():

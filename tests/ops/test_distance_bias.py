@@ -186,7 +186,13 @@ def test_what_cannot_be_and_who_declines():
         (lambda: lowtri.alibi([1.0]), "alibi: slopes: got list. Fix: a NumPy array or torch tensor of floats"),
         (lambda: lowtri.alibi(array("f", [1.0])), r"alibi: slopes: got array\.array\. Fix: a NumPy array"),
         (lambda: lowtri.distance_bias(torch.ones(2, 0)), r"distance_bias: table: got torch.float32 \(2, 0\)\. Fix:"),
-        (lambda: lowtri.distance_bias(torch.ones(3), first=1.9), "distance_bias: first is 1.9; .* a whole number"),
+        *(
+            (
+                lambda first=first: lowtri.distance_bias(torch.ones(3), first),
+                f"distance_bias: first is {first!r}, but a",
+            )
+            for first in (1.9, "3", float("nan"))
+        ),
         (
             lambda: lowtri.attention(x, x, x, "causal", bias=lowtri.alibi(torch.ones(3))),
             "bias is .* does not broadcast",

@@ -62,7 +62,7 @@ class Prepared:
 
     def at(self, positions: Positions, k_strides: tuple[int, ...], v_strides: tuple[int, ...]) -> Prepared | None:
         """This call for other keys and positions, strides in elements; None where it cannot run them. It reads the first
-        ``positions.nk`` keys, and its inputs may have more."""
+        ``positions.nk`` keys, and its inputs may hold more."""
         raise NotImplementedError
 
 

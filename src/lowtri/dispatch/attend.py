@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from lowtri.dispatch.choose import Choice, explain_choice
-from lowtri.dispatch.prepared import cast_for_autocast, prepare, run_eagerly
+from lowtri.dispatch.prepared import cast_for_autocast, prepare, run_eagerly, run_over_cache
 from lowtri.errors import CallError
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import describe, plain_array
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from lowtri.ops.call import Array, Options
+    from lowtri.ops.call import Array, Options, Positions
     from lowtri.ops.distance_bias import DistanceBias
 
 
@@ -154,6 +154,19 @@ def attention(
     from lowtri.dispatch.operators import traced
 
     return traced(*cast_for_autocast(q, k, v)[1:], mask, options)
+
+
+def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
+    """The output of :func:`attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
+
+    A cache has checked its positions, so a token takes less time than a call. ``options`` have no bias, positions, weights or lse.
+    """
+    output = None if is_traced() else run_over_cache(q, k, v, mask, options, positions)
+    if output is None:
+        options = options._replace(q_positions=positions.q, k_positions=positions.k)
+        nk, given = positions.nk, options._asdict()
+        output = attention(q, k[..., :nk, :], v[..., :nk, :], mask, **given)
+    return output
 
 
 def which_engine(

@@ -47,30 +47,37 @@ class _Differentiable(torch.autograd.Function):
         return output, weights, lse
 
     @staticmethod
-    def backward(
-        ctx: Any, d_output: Tensor | None, d_weights: Tensor | None = None, d_lse: Tensor | None = None
-    ) -> Any:
-        prepared = ctx.prepared
-        # Where torch records a graph of the gradients, or passes tensors without data (batched ones, for example).
-        needs_formula = torch.is_grad_enabled() or active_mode() is not None
-        for x in (d_output, d_weights, d_lse):
-            needs_formula |= x is not None and dense_keys(x) is None
-        if needs_formula:
-            return _each_by_formula(ctx, d_output, d_weights, d_lse)
-        *arrays, output = ctx.saved_tensors
-        inputs = Inputs(*arrays)
-        if d_output is None:
-            d_output = torch.zeros_like(output)
-        if prepared.gradients_from == "formula" or (prepared.is_selective and not prepared.accepts(inputs, d_output)):
-            d_result = Result(d_output, d_weights, d_lse)
-            return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
-        if ctx.saved is not None:
-            _check_unpacked((*arrays, output), ctx.saved)
-        if prepared.gradients_from == "lse":
-            state = ctx.states[0]
-        else:  # the first backward consumes a graph, which frees its memory; a second one records it again
-            state = ctx.states.pop() if ctx.states else prepared.run(inputs).state
-        return None, None, *prepared.gradients(inputs, output, state, d_output, d_lse)[: len(arrays)]
+    def backward(ctx: Any, *d_results: Tensor | None) -> Any:
+        for x in d_results:
+            if x is not None and dense_keys(x) is None:  # a batch of gradients, or a tensor without data
+                return _each_backward(ctx, *d_results)
+        return _backward(ctx, True, *d_results)
+
+
+@loop_over_vmapped_grads
+def _each_backward(ctx: Any, *d_results: Tensor | None) -> Any:
+    return _backward(ctx, all(x is None or is_dense_cpu(x) for x in d_results), *d_results)
+
+
+def _backward(ctx: Any, dense: bool, d_output: Any, d_weights: Any = None, d_lse: Any = None) -> Any:
+    """What the backward returns; ``dense``: the gradients of all results have data."""
+    prepared, (*arrays, output) = ctx.prepared, ctx.saved_tensors
+    inputs = Inputs(*arrays)
+    if d_output is None:
+        d_output = torch.zeros_like(output)
+    needs_formula = not dense or prepared.gradients_from == "formula"
+    if torch.is_grad_enabled() or active_mode() is not None:  # torch records a graph of the gradients
+        needs_formula = True
+    if needs_formula or (prepared.is_selective and not prepared.accepts(inputs, d_output)):
+        d_result = Result(d_output, d_weights, d_lse)
+        return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
+    if ctx.saved is not None:
+        _check_unpacked((*arrays, output), ctx.saved)
+    if prepared.gradients_from == "lse":
+        state = ctx.states[0]
+    else:  # the first backward consumes a graph, which frees its memory; a second one records it again
+        state = ctx.states.pop() if ctx.states else prepared.run(inputs).state
+    return None, None, *prepared.gradients(inputs, output, state, d_output, d_lse)[: len(arrays)]
 
 
 # Dense tensors are in no transform of torch.func, and looking for one takes longer than a small kernel.
@@ -90,14 +97,6 @@ def _check_unpacked(tensors: Sequence[Tensor | None], packed: Sequence[Any]) -> 
                 f"attention: a hook of saved tensors unpacked a tensor on {x.device} whose data does not lie in memory as it is.\n"
                 "Fix: a hook that returns tensors like those that were packed."
             )
-
-
-@loop_over_vmapped_grads
-def _each_by_formula(ctx: Any, d_output: Tensor | None, *d_others: Tensor | None) -> Any:
-    """What the backward returns, for each gradient of a batch."""
-    *arrays, output = ctx.saved_tensors
-    d_result = Result(torch.zeros_like(output) if d_output is None else d_output, *d_others)
-    return None, None, *_by_formula(ctx.prepared, ctx.call, Inputs(*arrays), d_result, ctx.needs_input_grad[2:])
 
 
 def _by_formula(

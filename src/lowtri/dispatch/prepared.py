@@ -47,25 +47,23 @@ def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     return tuple(restore(x) for x in (result.output, *extra))
 
 
-def run_cached(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
-    """The output of :func:`lowtri.attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
-
-    A cache has checked its positions, so a token takes less time than a call. ``options`` have no positions, weights or lse.
-    """
+def run_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
+    """The output of :func:`lowtri.dispatch.attend.attention_over_cache` if the call is prepared for any keys, else None."""
     arrays = None if autocast_device(q) else _array_keys(q, k, v, None, options.sinks)
     without_keys = None if arrays is None else _key_for_any_keys(arrays)
+    if without_keys is None:
+        return None
     others = options if options.sinks is None else options._replace(sinks=None)
     try:
         ready = PREPARED.get((without_keys, mask, positions.q is None, positions.k is None, others))
     except TypeError:  # an unhashable argument, which the checks of the call reject
-        ready = None
-    if ready is not None:
-        inputs = _few_inputs(q, k, v, options.sinks)
-        at_keys = _at_keys(ready, inputs, (_strides(ready.call, inputs), positions), positions)
-        if at_keys is not None:
-            return at_keys.call.restore(at_keys.run(inputs).output)
-    keys, values = k[..., : positions.nk, :], v[..., : positions.nk, :]
-    return run_eagerly(q, keys, values, mask, options._replace(q_positions=positions.q, k_positions=positions.k))
+        return None
+    if ready is None:
+        return None
+    inputs = _few_inputs(q, k, v, options.sinks)
+    signature = _strides(ready.call, inputs), positions
+    at_keys = ready.at(signature) or _prepare_at(ready, inputs, signature, positions)
+    return None if at_keys is None else at_keys.call.restore(at_keys.run(inputs).output)
 
 
 def without_autocast(device: str | None) -> AbstractContextManager[object]:
@@ -116,6 +114,11 @@ class CachedCall:
     newest: tuple[Hashable, CachedCall] | None = (
         None  # where any keys are served: those of the last run, and the call at these
     )
+
+    def at(self, signature: Hashable) -> CachedCall | None:
+        """The call of the last run, if it was at these keys."""
+        newest = self.newest  # read once, since other threads replace it
+        return newest[1] if newest is not None and newest[0] == signature else None
 
     def fallback(self, inputs: Inputs) -> CachedCall | None:
         """The next backend by the rules, prepared, if the inputs rule this one out; else None."""
@@ -268,8 +271,9 @@ def _at_these_keys(
     """The prepared call for so many keys, with these strides, at these positions; None if the arguments must be checked in full."""
     nk, call = inputs.k.shape[2], ready.call
     keys = nk, _strides(call, inputs), q_given, k_given
-    if (newest := ready.newest) is not None and newest[0] == keys:  # another thread may replace it
-        return newest[1]
+    known = ready.at(keys)
+    if known is not None:
+        return known
     rows, nq = call.q.shape[0], call.q.shape[2]
     if nk == 0 or (options.q_positions is None and nq > nk and call.mask.depends_on_query) or call.mask.row_lengths:
         return None
@@ -287,7 +291,7 @@ def _at_these_keys(
         if checked is None:
             return None
         q_positions, q_low, q_high = checked
-    return _at_keys(ready, inputs, keys, Positions(nk, q_positions, k_positions, (q_low, q_high, k_low, k_high)))
+    return _prepare_at(ready, inputs, keys, Positions(nk, q_positions, k_positions, (q_low, q_high, k_low, k_high)))
 
 
 def _strides(call: Call, inputs: Inputs) -> Any:
@@ -295,13 +299,11 @@ def _strides(call: Call, inputs: Inputs) -> Any:
     return (inputs.k.strides, inputs.v.strides) if call.is_numpy else (inputs.k.stride(), inputs.v.stride())
 
 
-def _at_keys(ready: CachedCall, inputs: Inputs, keys: Hashable, positions: Positions) -> CachedCall | None:
+def _prepare_at(ready: CachedCall, inputs: Inputs, keys: Hashable, positions: Positions) -> CachedCall | None:
     """The prepared call at other positions; ``keys`` stands for these and the strides. None if it cannot run them.
 
-    The layers of a model repeat all of it, so that the newest is kept.
+    The layers of a model repeat all of it, so the newest is kept.
     """
-    if (newest := ready.newest) is not None and newest[0] == keys:  # another thread may replace it
-        return newest[1]
     call, strides = ready.call, _strides(ready.call, inputs)
     if call.is_numpy:
         strides = [tuple(n // x.itemsize for n in x.strides) for x in inputs[1:3]]

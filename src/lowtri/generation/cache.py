@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.dispatch.prepared import run_cached
+from lowtri.dispatch.attend import attention_over_cache
 from lowtri.errors import CallError
 from lowtri.generation.slots import LookaheadCheck, SlotAllocator, Slots, ends_of, row_masks, rows_of
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
@@ -77,11 +77,11 @@ class KVCache:
         allow_missing: bool = False,
     ) -> None:
         for name, value, least in (("capacity", capacity, 0), ("block", block, 1), ("rewind", rewind, 0)):
-            if not isinstance(value, int | np.integer) or value < least:
+            if not hasattr(value, "__index__") or value < least:
                 raise CallError(f"KVCache: {name} is {value!r}; it counts tokens, from {least}.")
         self.mask = with_open_end("KVCache", as_mask(mask))
         lookahead = None if allow_missing else LookaheadCheck(self.mask)
-        self._slots = SlotAllocator(self.mask, capacity, block, rewind, lookahead)
+        self._slots = SlotAllocator(self.mask, int(capacity), int(block), int(rewind), lookahead)
         self._layers: dict[int, Layer] = {}
 
     @property
@@ -208,19 +208,17 @@ class KVCache:
             CallError: as in :meth:`append` and :func:`lowtri.attention`. After an error of the attention itself (``sinks`` of another
                 shape, say) the tokens are in the cache: ``crop`` removes them.
         """
-        try:
-            fits = q.ndim == k.ndim and q.shape[:-3] == k.shape[:-3] and q.shape[-2:] == k.shape[-2:]
-        except AttributeError:
-            name, x = next((name, x) for name, x in (("q", q), ("k", k)) if not hasattr(x, "ndim"))
-            raise _not_an_array("attend", name, x) from None
-        if not fits:
+        for name, x in (("q", q), ("k", k)):
+            if not hasattr(x, "ndim"):
+                raise _not_an_array("attend", name, x)
+        if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
             raise CallError(
                 f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
                 "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
             )
         buffers = self._store(k, v, positions, layer)
         options = CallOptions(scale, softcap, sinks=sinks, engine=engine)
-        return run_cached(q, buffers.keys, buffers.values, self.mask, options, self._slots.read)
+        return attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, self._slots.read)
 
     def reorder(self, index: Any) -> None:
         """Let row ``i`` continue from row ``index[i]``, as in beam search; the batch may grow or shrink.
@@ -370,10 +368,10 @@ class KVCache:
 class Layer:
     """The keys (..., capacity, D) and values (..., capacity, Dv) of one layer."""
 
-    __slots__ = ("appends", "keys", "memory", "signature", "values")
+    __slots__ = ("appends", "keys", "signature", "values")
 
     def __init__(self, k: Any, v: Any, capacity: int) -> None:
-        self._hold(_empty(k, capacity), _empty(v, capacity))
+        self.keys, self.values = _empty(k, capacity), _empty(v, capacity)
         self.signature: Any = _signature(k, v)  # of the last append: equal ones need no further check
         self.appends = 0
 
@@ -391,21 +389,16 @@ class Layer:
 
     def write(self, start: int, k: Any, v: Any) -> None:
         """Write new tokens to the slots from ``start`` on."""
-        _write(self.keys, self.memory[0], start, k)
-        _write(self.values, self.memory[1], start, v)
+        _write(self.keys, start, k)
+        _write(self.values, start, v)
 
     def move(self, slots: Slots, capacity: int) -> None:
         """New buffers with the old slots at their front."""
-        self._hold(*(_enlarged(x[..., slots, :], capacity) for x in (self.keys, self.values)))
+        self.keys, self.values = (_enlarged(x[..., slots, :], capacity) for x in (self.keys, self.values))
 
     def pick(self, rows: NDArray[np.int64]) -> None:
         """Row i becomes a copy of row ``rows[i]``."""
-        self._hold(self.keys[rows], self.values[rows])
-        self.signature = None
-
-    def _hold(self, keys: Any, values: Any) -> None:
-        self.keys, self.values = keys, values
-        self.memory = [None if isinstance(x, np.ndarray) else _tensors().memory_of(x) for x in (keys, values)]
+        self.keys, self.values, self.signature = _rows(self.keys, rows), _rows(self.values, rows), None
 
     def front(self, n: int) -> tuple[Any, Any]:
         """The first ``n`` slots, as views."""
@@ -415,10 +408,7 @@ class Layer:
 
 
 def check_new(k: Any, v: Any, mask: Mask) -> None:
-    """Raise unless a layer can begin with these keys and values: arrays whose shapes fit together and the mask."""
-    for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, np.ndarray) and not is_tensor(x):
-            raise _not_an_array("append", name, x)
+    """Raise unless a layer can begin with these keys and values: their shapes fit together and the mask."""
     if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
         raise CallError(
             f"append: keys {shape_text(k)} and values {shape_text(v)} do not fit: "
@@ -452,34 +442,46 @@ def _empty(like: Any, capacity: int) -> Any:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)  # free slots are returned, too
 
 
+def _rows(buffer: Any, rows: NDArray[np.int64]) -> Any:
+    if isinstance(buffer, np.ndarray):
+        return buffer[rows]
+    import torch
+
+    with torch.inference_mode(False):  # as in _empty
+        return buffer[rows]
+
+
 def _enlarged(tokens: Any, capacity: int) -> Any:
     buffer = _empty(tokens, capacity)
-    buffer[..., : tokens.shape[-2], :] = tokens
+    _write(buffer, 0, tokens)
     return buffer
 
 
-def _write(buffer: Any, memory: NDArray[Any] | None, start: int, new: Any) -> None:
+def _write(buffer: Any, start: int, new: Any) -> None:
     if isinstance(buffer, np.ndarray):
         buffer[..., start : start + new.shape[-2], :] = new
-    else:
-        _tensors().write_tokens(buffer, memory, start, new)
+    else:  # in half the time of an index
+        buffer.narrow(-2, start, new.shape[-2]).copy_(new.detach() if new.requires_grad else new)
 
 
 def _plain(name: str, x: Any) -> Any:
     """An array or tensor whose memory holds its numbers; most are seen to be one without the check of all others."""
     if type(x) is np.ndarray:
         return x if x.flags.c_contiguous and x.flags.aligned else plain_array(name, x, "append")
-    if "torch" in sys.modules and _tensors().is_dense_cpu(x):
+    if "torch" in sys.modules and _guard_of_tensors()(x):
         return x
-    return plain_array(name, x, "append")
+    x = plain_array(name, x, "append")
+    if not isinstance(x, np.ndarray) and not is_tensor(x):
+        raise _not_an_array("append", name, x)
+    return x
 
 
 @cache
-def _tensors() -> Any:
+def _guard_of_tensors() -> Callable[[Any], bool]:
     """Loaded with torch; an import in each call takes longer than the check."""
-    from lowtri.ops import tensors
+    from lowtri.ops.tensors import is_dense_cpu
 
-    return tensors
+    return is_dense_cpu
 
 
 def batch_of(x: Any) -> int:

@@ -130,6 +130,7 @@ class SlotAllocator:
         self.next = np.minimum(self.next, n)
         used = self.used
         self.top = int(used[-1]) + 1 if len(used) else 0
+        self._gaps = bool((self.positions[:, : self.top] < 0).any())  # rows may be cropped to other lengths
 
     def reorder(self, index: NDArray[np.int64]) -> None:
         if len(self.positions) > 1:

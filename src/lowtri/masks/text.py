@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from inspect import Parameter, signature
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
     dtype = str(getattr(value, "dtype", ""))
     if "float" in dtype:
         raise MaskError(_float_error(given, value))
-    if callable(value) and not dtype:
+    if isinstance(value, FunctionType):
         raise MaskError(f"{given}. Fix: lowtri.where(f), where f(q, k) says which positions q see which positions k.")
     m = "m" if "bool" in dtype or not dtype else "m != 0"
     raise MaskError(

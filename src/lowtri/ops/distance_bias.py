@@ -6,6 +6,7 @@ Backends either read them with a step of +1 along the queries and -1 along the k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,9 +80,11 @@ def distance_bias(table: Any, first: int | None = None) -> DistanceBias:
     """
     _check("distance_bias", "table", table, (1, 2, 3), "(L,), (Hq, L) or (B, Hq, L)")
     n = int(table.shape[-1])
-    start = -(n // 2) if first is None else int(first)
-    if first is not None and start != first:
-        raise CallError(f"distance_bias: first is {first}; a distance is a whole number.")
+    if first is None:
+        first = -(n // 2)
+    elif isinstance(first, str) or not math.isfinite(first) or first != int(first):
+        raise CallError(f"distance_bias: first is {first!r}, but a distance q - k is a whole number. Fix: first=0.")
+    start = int(first)
 
     def look_up(values: Any, distances: NDArray[np.int64]) -> Any:
         return values[..., _like(np.clip(distances - start, 0, n - 1), values)]

@@ -9,10 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.autograd.graph import increment_version
 
 from lowtri.compat.torch_private import (
     dispatch_key_set,
@@ -52,29 +49,6 @@ def dense_keys(x: Any) -> int | None:
 def is_dense_cpu(x: Any) -> bool:
     """Whether the data of a tensor lies in CPU memory as it is."""
     return dense_keys(x) is not None
-
-
-def memory_of(x: torch.Tensor) -> NDArray[np.generic] | None:
-    """The memory of a tensor as an array, bfloat16 as int16; None on other devices, and for dtypes that NumPy lacks."""
-    try:
-        return _numbers(x)
-    except (TypeError, RuntimeError):
-        return None
-
-
-def write_tokens(buffer: torch.Tensor, memory: NDArray[np.generic] | None, start: int, new: torch.Tensor) -> None:
-    """Write (..., N, D) into (..., capacity, D) from ``start`` on: where there is a memory, without torch, in a third of the time."""
-    n = new.shape[-2]
-    if memory is not None and is_dense_cpu(new):
-        memory[..., start : start + n, :] = _numbers(new)
-        increment_version(buffer)  # as torch's own functions do
-    else:
-        buffer.narrow(-2, start, n).copy_(new.detach())  # in half the time of an index
-
-
-def _numbers(x: torch.Tensor) -> NDArray[np.generic]:
-    x = x.detach() if x.requires_grad else x
-    return (x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy()
 
 
 def active_mode() -> str | None:
