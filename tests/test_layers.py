@@ -67,7 +67,7 @@ BUDGETS = {
     "kernels": 3082,
     "backends": 1121,
     "dispatch": 1033,
-    "generation": 945,
+    "generation": 943,
     "nn": 2062,
     "parallel": 963,
     "training": 899,

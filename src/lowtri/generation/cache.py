@@ -458,10 +458,8 @@ def _enlarged(tokens: Any, capacity: int) -> Any:
 
 
 def _write(buffer: Any, start: int, new: Any) -> None:
-    if isinstance(buffer, np.ndarray):
-        buffer[..., start : start + new.shape[-2], :] = new
-    else:  # in half the time of an index
-        buffer.narrow(-2, start, new.shape[-2]).copy_(new.detach() if new.requires_grad else new)
+    new = new.detach() if getattr(new, "requires_grad", False) else new
+    buffer[..., start : start + new.shape[-2], :] = new
 
 
 def _plain(name: str, x: Any) -> Any:
