@@ -66,7 +66,7 @@ BUDGETS = {
     "ops": 618,
     "kernels": 3082,
     "backends": 1121,
-    "dispatch": 1033,
+    "dispatch": 1029,
     "generation": 943,
     "nn": 2062,
     "parallel": 963,

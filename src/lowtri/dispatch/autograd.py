@@ -65,10 +65,9 @@ def _backward(ctx: Any, dense: bool, d_output: Any, d_weights: Any = None, d_lse
     inputs = Inputs(*arrays)
     if d_output is None:
         d_output = torch.zeros_like(output)
-    needs_formula = not dense or prepared.gradients_from == "formula"
-    if torch.is_grad_enabled() or active_mode() is not None:  # torch records a graph of the gradients
-        needs_formula = True
-    if needs_formula or (prepared.is_selective and not prepared.accepts(inputs, d_output)):
+    transformed = torch.is_grad_enabled() or active_mode() is not None  # torch records a graph of the gradients
+    by_formula = transformed or not dense or prepared.gradients_from == "formula"
+    if by_formula or (prepared.is_selective and not prepared.accepts(inputs, d_output)):
         d_result = Result(d_output, d_weights, d_lse)
         return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
     if ctx.saved is not None:

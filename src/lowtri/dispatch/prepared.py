@@ -50,19 +50,17 @@ def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
 def run_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
     """The output of :func:`lowtri.dispatch.attend.attention_over_cache` if the call is prepared for any keys, else None."""
     arrays = None if autocast_device(q) else _array_keys(q, k, v, None, options.sinks)
-    without_keys = None if arrays is None else _key_for_any_keys(arrays)
-    if without_keys is None:
-        return None
     others = options if options.sinks is None else options._replace(sinks=None)
+    few = None if arrays is None else _key_for_any_keys(arrays, mask, positions.q is None, positions.k is None, others)
     try:
-        ready = PREPARED.get((without_keys, mask, positions.q is None, positions.k is None, others))
+        ready = None if few is None else PREPARED.get(few)
     except TypeError:  # an unhashable argument, which the checks of the call reject
         return None
     if ready is None:
         return None
     inputs = _few_inputs(q, k, v, options.sinks)
-    signature = _strides(ready.call, inputs), positions
-    at_keys = ready.at(signature) or _prepare_at(ready, inputs, signature, positions)
+    keys = _strides(ready.call, inputs), positions
+    at_keys = ready.at(keys) or _prepare_at(ready, inputs, keys, positions)
     return None if at_keys is None else at_keys.call.restore(at_keys.run(inputs).output)
 
 
@@ -172,10 +170,8 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
         kind = bias.kind if isinstance(bias, DistanceBias) else None
         others = options._replace(bias=kind, sinks=None, q_positions=None, k_positions=None)
     try:
-        few: Any = None
-        without_keys = _key_for_any_keys(arrays)
-        if without_keys is not None:
-            few = without_keys, mask, options.q_positions is None, options.k_positions is None, others
+        few = _key_for_any_keys(arrays, mask, options.q_positions is None, options.k_positions is None, others)
+        if few is not None:
             ready = PREPARED.get(few)
             if ready is not None:
                 inputs = _few_inputs(q, k, v, sinks)
@@ -241,8 +237,8 @@ def _tensors() -> Any:
 # Calls of few queries, prepared for any number of keys.
 
 
-def _key_for_any_keys(arrays: Any) -> Hashable | None:
-    """The keys of the arrays without the number of keys, their strides, and whether gradients are recorded.
+def _key_for_any_keys(arrays: Any, mask: Any, default_q: bool, default_k: bool, others: Any) -> Hashable | None:
+    """The signature without the number of keys, their strides, whether gradients are recorded, and positions that are given.
 
     None unless few queries without gradients read keys, so that one prepared call may serve any number of these.
     """
@@ -257,7 +253,8 @@ def _key_for_any_keys(arrays: Any) -> Hashable | None:
     # Kernels read contiguous sinks.
     if nk != nv or (sinks is not None and sinks[-2] != (sinks[1].itemsize if is_numpy else 1,)):
         return None
-    return threads, q[:-1], *of_k, d, k[1:-2], *of_v, dv, v[1:-2], sinks and sinks[:-1]
+    of_arrays = threads, q[:-1], *of_k, d, k[1:-2], *of_v, dv, v[1:-2], sinks and sinks[:-1]
+    return of_arrays, mask, default_q, default_k, others
 
 
 def _few_inputs(q: Any, k: Any, v: Any, sinks: Any) -> Inputs:
@@ -270,7 +267,7 @@ def _at_these_keys(
 ) -> CachedCall | None:
     """The prepared call for so many keys, with these strides, at these positions; None if the arguments must be checked in full."""
     nk, call = inputs.k.shape[2], ready.call
-    keys = nk, _strides(call, inputs), q_given, k_given
+    keys = _strides(call, inputs), nk, q_given, k_given
     known = ready.at(keys)
     if known is not None:
         return known
@@ -299,12 +296,12 @@ def _strides(call: Call, inputs: Inputs) -> Any:
     return (inputs.k.strides, inputs.v.strides) if call.is_numpy else (inputs.k.stride(), inputs.v.stride())
 
 
-def _prepare_at(ready: CachedCall, inputs: Inputs, keys: Hashable, positions: Positions) -> CachedCall | None:
-    """The prepared call at other positions; ``keys`` stands for these and the strides. None if it cannot run them.
+def _prepare_at(ready: CachedCall, inputs: Inputs, keys: tuple[Any, ...], positions: Positions) -> CachedCall | None:
+    """The prepared call at other positions; ``keys`` has the strides, and stands for the positions. None if it cannot run them.
 
     The layers of a model repeat all of it, so the newest is kept.
     """
-    call, strides = ready.call, _strides(ready.call, inputs)
+    call, strides = ready.call, keys[0]
     if call.is_numpy:
         strides = [tuple(n // x.itemsize for n in x.strides) for x in inputs[1:3]]
     prepared = ready.prepared.at(positions, *strides)

@@ -35,7 +35,8 @@ def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
     """A number of tokens, as a Python int between ``least`` and POSITION_MAX.
 
     Raises:
-        MaskError: if it is not a whole number of that range; the message names ``function`` and its argument ``name``.
+        MaskError: if it is not a whole number of that range; the message names ``function`` and its argument ``name``,
+            which may be explained after a comma.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise MaskError(
