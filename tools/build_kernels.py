@@ -418,7 +418,7 @@ def install(file: Path, target: Path) -> None:
 def build_one(symbol: str, target: Path, by: str) -> None:
     """The library of one function of this machine, for a checkout; also of instruction sets that run only in tests."""
     if symbol.endswith("amx_emulated"):
-        sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "kernels")]
+        sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "kernels")]
         import_module("amx_operations")
     host, system = native(), SYSTEMS[sys.platform]
     every = import_module("lowtri.kernels.isa").ALL  # with those that tests add

@@ -1,6 +1,6 @@
 """A pytest plugin: a sample of the tests for a machine on which they are slow, such as an emulated one.
 
-    PYTHONPATH=src:tests:tools python -m pytest -p sampled --salt neoverse-v1 --examples 8 tests/masks
+    PYTHONPATH=src:tests/support:tools python -m pytest -p sampled --salt neoverse-v1 --examples 8 tests/masks
 
 Of each parametrized test it keeps as few cases as contain every value of every parameter; which ones depends on the salt. --cases
 limits their number further. A property runs on at most that many examples, the same in every run. Nothing else changes: what a test

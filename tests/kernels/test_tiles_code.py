@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-START = [str(TESTS / "kernels" / "amx_at_start"), str(TESTS), os.environ.get("PYTHONPATH", "")]
+START = [str(TESTS / "kernels" / "amx_at_start"), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
 EMULATED = {"LOWTRI_ISA": "amx-emulated", "PYTHONPATH": os.pathsep.join(START)}
 FLAGS = "+sse4.2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512bf16,+amx-tile,+amx-bf16"
 COMPILED = """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lowtri
 
-CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 def blocks(title: str) -> list[str]:
