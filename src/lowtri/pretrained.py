@@ -179,7 +179,7 @@ def _model_of_transformers(folder: Path, gguf: str | None, encoders: bool, dtype
 
     where = folder / gguf if gguf else folder
     source: dict[str, Any] = {**_LOCAL, **({"gguf_file": gguf} if gguf else {})}
-    auto = transformers.AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForCausalLM
     with _short_errors(str(where), _FIX_MODEL), _without_progress_bar():
         if encoders and not _is_causal(transformers.AutoConfig.from_pretrained(folder, **source)):
             auto = transformers.AutoModel
