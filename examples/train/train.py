@@ -55,13 +55,13 @@ class Run:
                 group["lr"] = recipe.lr_at(self.done)
             self.model.train()
             # A sum, divided by the targets of all processes: a mean of their means would weigh targets unequally.
-            loss = self.loss(rows) / rows.predicted
-            (loss * world).backward()  # FSDP divides gradients by the number of processes
+            loss = self.loss(rows) * (world / rows.predicted)  # FSDP divides gradients by the number of processes
+            loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.done += 1
-            mean = total(loss, self.mesh)
+            mean = total(loss, self.mesh) / world
             if not math.isfinite(mean):
                 raise DataError(f"the loss is {mean} at step {self.done}.\nFix: an lr below {recipe.lr}")
             yield mean

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.training.corpus import Document
 from why_mask.consequences import as_text, draw
 from why_mask.experiment import SHORT, Experiment, why_mask
 from why_mask.modes import all_at_once, prefix_anew, with_a_cache
@@ -28,8 +27,8 @@ from why_mask.words import Known
 def found(request: pytest.FixtureRequest) -> Experiment:
     if request.param == "full":
         return why_mask()
-    reference = [Document(name, text.strip() + "\n") for name, text in sorted(topics.topics.items())]
-    return why_mask(SHORT, documents=reference)
+    reference = [text.strip() + "\n" for _, text in sorted(topics.topics.items())]
+    return why_mask(SHORT, texts=reference)
 
 
 def test_e_1_cheating(found: Experiment) -> None:
@@ -129,12 +128,12 @@ def test_known_words_and_their_order() -> None:
 
 def test_a_text_that_is_too_short() -> None:
     with pytest.raises(lowtri.DataError, match="the text has 5 tokens, and one row takes 65"):
-        why_mask(SHORT, documents=[Document("short", "abc")])
-    apart = [Document(str(i), "x" * 20) for i in range(40)]
+        why_mask(SHORT, texts=["abc"])
+    apart = ["x" * 20] * 40
     with pytest.raises(
         lowtri.DataError, match=r"no row of 64 tokens .* within one document.\nFix: more text, or a smaller"
     ):
-        why_mask(SHORT, documents=apart)
+        why_mask(SHORT, texts=apart)
 
 
 @pytest.mark.sweep

@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mesh_on_ranks import sequential_gradients
+from random_masks import HEADS, ROWS
+from ranks import Ranks
+from rounding import assert_same
+from shard_cases import shard_masks
 
 import lowtri
 from lowtri import masks as lt
 from lowtri.errors import CallError
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import SequentialShards, plan_shards
-from random_masks import HEADS, ROWS
-from ranks import Ranks
-from rounding import assert_same
-from shard_cases import shard_masks
 
 
 def two_layers(x: torch.Tensor, weights: list[torch.Tensor], attention: Callable[..., Any]) -> torch.Tensor:

@@ -12,21 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtri.errors import CallError, DataError
-from lowtri.nn.checkpoint import BEGIN, END
-from lowtri.training.corpus import (
+from corpus import (
+    BEGIN,
     BYTES,
+    END,
     IGNORED,
-    Document,
     Packed,
     Recipe,
+    Rows,
     encode_document,
     learn,
-    read_files,
+    read_corpus,
     rows_of_step,
     split,
 )
-from python_text import python_text
+from lowtri.errors import DataError
+from python_text import Document, python_text
 
 documents = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=8)
 
@@ -55,26 +56,46 @@ def test_the_digest_tells_other_tokens_and_other_borders() -> None:
     assert len({Packed.of(lists).digest() for lists in ([[1, 2, 3]], [[1, 2], [3]], [[1, 2, 4]])}) == 3
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "cannot read .*: No such file or directory"),
-        (b"  \n", "has no text in it"),
-        (b"abc\xff", "is not UTF-8 text: byte 3 is 0xff"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
-    path = tmp_path / "text.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match=words) as caught:
-        read_files([path])
-    assert str(path) in str(caught.value)
+def test_targets_are_counted_and_a_group_without_rows_computes_one_that_counts_for_nothing() -> None:
+    rows = Packed.of([[1, 2, 3], [4, 5, 6, 7], [8]]).rows([0, 1], context=3)
+    assert rows.targets.tolist() == [[2, 3, IGNORED], [5, 6, 7]] and rows.predicted == 5
+    parts = [rows.share(number, 3) for number in range(3)]
+    assert [part.inputs.tolist() for part in parts] == [[[1, 2, 3]], [[4, 5, 6]], [[1, 2, 3]]]
+    assert (parts[2].targets == IGNORED).all() and parts[2].predicted == 1
 
 
-def test_a_folder_is_rejected_as_a_text(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is a folder.\nFix: name the files in it"):
-        read_files([tmp_path])
+@given(documents, st.integers(1, 4))
+@settings(deadline=None, max_examples=50)
+def test_groups_share_every_target_once(lists: list[list[int]], groups: int) -> None:
+    packed = Packed.of([*lists, [0, 0]])
+    rows = packed.rows(range(packed.count(2)), 2) if packed.count(2) else packed.rows([0], 1)
+    parts: list[Rows] = [rows.share(number, groups) for number in range(groups)]
+    shared = np.concatenate([part.targets.ravel() for part in parts])
+    assert sorted(shared[shared != IGNORED]) == sorted(rows.targets[rows.targets != IGNORED])
+
+
+def test_a_corpus_is_read_from_files_and_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    good, latin = tmp_path / "good.txt", tmp_path / "latin.txt"
+    good.write_text("the cat", encoding="utf-8")
+    latin.write_bytes(b"abc\xff")
+    tokenizer, packed = read_corpus([good, good])
+    ids = encode_document(tokenizer, "the cat")
+    assert packed.ids.tolist() == ids * 2 and packed.documents.tolist() == [0] * len(ids) + [1] * len(ids)
+    for path, words in (
+        (latin, "can't decode byte 0xff"),
+        (tmp_path / "no.txt", "No such file"),
+        (tmp_path, "directory"),
+    ):
+        with pytest.raises(DataError, match=f"cannot be read: .*{words}.*\nFix: a file of UTF-8 text") as caught:
+            read_corpus([good, path])
+        assert str(caught.value).startswith(str(path))
+
+
+def test_too_little_text_is_rejected() -> None:
+    with pytest.raises(
+        DataError, match=r"the text has 5 tokens, and one row takes 9.\nFix: more text, or a smaller context"
+    ):
+        Packed.of([[1, 2, 3, 4, 5]]).require(8)
 
 
 @pytest.fixture(scope="module")
@@ -192,16 +213,6 @@ def test_the_learning_rate_rises_falls_and_ends_on_its_floor(steps: int) -> None
         assert rates[-1] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"steps": 0}, "steps: got 0; at least 1 is needed"),
-        ({"batch": -1}, "batch: got -1; at least 1 is needed"),
-        ({"lr": 0.0}, "lr: got 0.0; a number above 0 is needed"),
-        ({"lr": float("nan")}, "lr: got nan; a number above 0 is needed"),
-        ({"held_out": 1.0}, "held_out: got 1.0; a share of the rows from 0 to below 1 is needed"),
-    ],
-)
-def test_an_invalid_recipe_is_rejected(options: dict[str, float], words: str) -> None:
-    with pytest.raises(CallError, match=words):
-        Recipe(**options)  # type: ignore[arg-type]
+def test_random_numbers_differ_between_steps_and_processes_and_not_between_runs() -> None:
+    seeds = [Recipe(seed=seed).seed_at(step, rank) for seed in (0, 1) for step in (0, 1) for rank in (0, 1)]
+    assert len(set(seeds)) == 8 and seeds[0] == Recipe().seed_at(0, 0)
