@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lowtri.benching.timing import peak_bytes
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import SequentialShards, plan_shards
+from peak_memory import peak_bytes
 
 CHUNK = 4096  # tokens, of "+ loss"
 

@@ -1,27 +1,33 @@
 """Times a grid of calls against torch's attention and lists those in which ``engine="auto"`` is slower.
 
-Each call and torch's run in turns, and a turn repeats a call until it takes some milliseconds.
+    python benchmarks/never_slower.py               # 720 calls: every dtype, size and kind of mask, one thread and two
+    python benchmarks/never_slower.py --quick       # 39 small ones, in some seconds
 
-Calls that look slower are measured again when the whole grid is done, with more turns, and are reported if they are slower again: other
-load on the machine, or on a cache that it shares, can last longer than all turns of a call.
+Each call and torch's run interleaved, and a turn repeats a call until it takes some milliseconds. Calls that take over 20 us
+and over a twentieth more than torch's are measured again when the whole grid is done, with more turns, and are reported if
+they are slower again: other load on the machine, or on a cache that it shares, can last longer than all turns of a call.
+Exit code 1: a call is slower both times.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lowtri.benching.cases import Case
-from lowtri.benching.peers import Attend, sdpa
-from lowtri.benching.peers import ours as lowtri
-from lowtri.benching.timing import ROUNDS, Tensors, clock_of, medians, torch_threads
+from growth import clock_of
+from lowtri.benching import ROUNDS, Attend, Tensors, facts, headline, medians, ours, sdpa, torch_threads
 from lowtri.dispatch.attend import which_engine
 from lowtri.masks import mask as read_mask
 from lowtri.pictures.labels import aligned
+from lowtri.system import cpus
+from presets import PresetCall, grid
 
 Call = Callable[[], object]
 LEAST = 0.95  # torch's time divided by ours
@@ -34,7 +40,7 @@ _MORE_TURNS = 31  # in the second pass
 class Comparison:
     """One call of the grid: the engine that ``auto`` chose, and the medians in seconds."""
 
-    call: Case
+    call: PresetCall
     engine: str
     ours: float
     torch: float
@@ -51,10 +57,10 @@ class Comparison:
 
 
 def compare(
-    cases: Sequence[Case],
+    cases: Sequence[PresetCall],
     progress: Callable[[str], None] = lambda _: None,
     turns: int = ROUNDS,
-    measure: Callable[[Case, int], Comparison] | None = None,
+    measure: Callable[[PresetCall, int], Comparison] | None = None,
 ) -> list[Comparison]:
     """A comparison for each case, from the second pass for those that looked slower in the first.
 
@@ -75,17 +81,17 @@ def compare(
     return found
 
 
-def in_turns_with_torch(case: Case, turns: int) -> Comparison:
+def in_turns_with_torch(case: PresetCall, turns: int) -> Comparison:
     """The comparison of one case."""
-    ours, theirs, engine = calls(case)
+    own, theirs, engine = calls(case)
     with torch_threads(case.threads):
-        seconds = medians({"ours": ours, "torch": theirs}, turns, clock_of(case.threads), TURN)
+        seconds = medians({"ours": own, "torch": theirs}, turns, clock_of(case.threads), TURN)
     return Comparison(case, engine, **seconds)
 
 
-def calls(case: Case) -> tuple[Call, Call, str]:
+def calls(case: PresetCall) -> tuple[Call, Call, str]:
     """lowtri's call, torch's call, and the engine that runs the first."""
-    tensors = Tensors(case, rotating=False)
+    tensors = Tensors(case)
     q, (k, v) = tensors.q, tensors.next()[1]
 
     def call(attend: Attend | str) -> Call:
@@ -94,7 +100,7 @@ def calls(case: Case) -> tuple[Call, Call, str]:
             return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), tensors.d_output)
         return lambda: attend(q, k, v)
 
-    return call(lowtri(case, "auto")), call(sdpa(case)), which_engine(q, k, v, read_mask(case.mask)).engine
+    return call(ours(case, "auto")), call(sdpa(case)), which_engine(q, k, v, read_mask(case.mask)).engine
 
 
 def as_text(found: Sequence[Comparison], words: str) -> str:
@@ -103,7 +109,7 @@ def as_text(found: Sequence[Comparison], words: str) -> str:
     lines = [words, "", *map(_line, sorted(slower, key=lambda one: one.times))]
     by_kind: dict[str, list[float]] = {}
     for one in found:
-        by_kind.setdefault(f"{one.call.work} {one.call.mask_name}", []).append(one.times)
+        by_kind.setdefault(f"{one.call.work} {one.call.label}", []).append(one.times)
     table: list[tuple[str, ...]] = [("", "calls", "least", "median", "most", "times faster than torch")]
     for kind, times in by_kind.items():
         figures = (min(times), statistics.median(times), max(times))
@@ -112,9 +118,9 @@ def as_text(found: Sequence[Comparison], words: str) -> str:
     return "\n".join([*lines, "", f"{len(slower)} of {len(found)} calls are slower than torch."])
 
 
-def _name(case: Case) -> str:
+def _name(case: PresetCall) -> str:
     threads = "1 thread" if case.threads == 1 else f"{case.threads} threads"
-    return f"{case.work} {case.mask_name} {case.n} {case.dtype} {threads}"
+    return f"{case.work} {case.label} {case.n} {case.dtype} {threads}"
 
 
 def _line(one: Comparison) -> str:
@@ -126,9 +132,29 @@ def as_json(found: Sequence[Comparison], facts: dict[str, Any]) -> dict[str, Any
     """Everything that was measured, in seconds."""
     fields = ("work", "n", "dtype", "threads", "heads", "d")
     rows = [
-        {"call": _name(one.call), "who": one.call.mask_name, **{name: getattr(one.call, name) for name in fields}}
+        {"call": _name(one.call), **{name: getattr(one.call, name) for name in fields}}
         | {"mask": one.call.mask, "engine": one.engine}
         | {"lowtri": one.ours, "torch": one.torch, "times": one.times, "slower": one.is_slower}
         for one in found
     ]
     return {**facts, "slower": sum(one.is_slower for one in found), "calls": rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few small calls")
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args(arguments)
+    machine = facts(1)
+
+    def note(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    note(headline(machine))
+    found = compare(grid(chosen.quick, (1, 2) if cpus() > 1 else (1,)), progress=note)
+    print(json.dumps(as_json(found, machine), indent=2) if chosen.json else as_text(found, headline(machine)))
+    return int(any(one.is_slower for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

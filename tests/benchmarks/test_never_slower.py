@@ -9,20 +9,18 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.benching import never_slower
-from lowtri.benching.cases import PLAIN, TABLED, Case, grid
-from lowtri.benching.machine import facts
-from lowtri.benching.never_slower import TURN, Comparison, as_json, as_text, calls, compare
-from lowtri.benching.timing import medians
-from lowtri.cli.main import main
+import never_slower
+from lowtri.benching import facts, medians
+from never_slower import TURN, Comparison, as_json, as_text, calls, compare
+from presets import PLAIN, TABLED, PresetCall, grid, mask_text
 
-CALL = Case("forward", "causal", 16, 64, "float32", 4, 4)
+CALL = PresetCall("forward", "causal", 16, 64, "float32", 4, 4, "causal")
 
 
 def test_the_grid_has_every_combination_once() -> None:
     calls = grid()
     assert len(set(calls)) == len(calls)
-    assert {call.mask_name for call in calls} == {*PLAIN, *TABLED}
+    assert {call.label for call in calls} == {*PLAIN, *TABLED}
     assert {call.work for call in calls} == {"forward", "training", "decode"}
     assert {(call.dtype, call.threads) for call in calls} == {
         (dtype, threads) for dtype in ("float32", "bf16", "float16") for threads in (1, 2)
@@ -50,10 +48,10 @@ def test_slower_is_a_twentieth_and_twenty_microseconds(ours: float, theirs: floa
 class Machine:
     """A clock that calls advance: torch's take 100 us, ours ``takes(case, now)`` seconds."""
 
-    def __init__(self, takes: Callable[[Case, float], float]) -> None:
+    def __init__(self, takes: Callable[[PresetCall, float], float]) -> None:
         self.now, self.takes, self.order = 0.0, takes, list[int]()
 
-    def measure(self, case: Case, turns: int) -> Comparison:
+    def measure(self, case: PresetCall, turns: int) -> Comparison:
         self.order.append(case.n)
         tasks = {"ours": lambda: self._advance(self.takes(case, self.now)), "torch": lambda: self._advance(100e-6)}
         return Comparison(case, "cpu", **medians(tasks, turns, lambda: self.now, TURN))
@@ -65,7 +63,7 @@ class Machine:
 def measured(machine: Machine) -> tuple[list[Comparison], list[str]]:
     """The comparisons of four cases, of 1 to 4 tokens, and the lines about them."""
     said: list[str] = []
-    cases = [Case("forward", "causal", n, 64, "float32", threads=1 + n % 2) for n in (1, 2, 3, 4)]
+    cases = [PresetCall("forward", "causal", n, 64, "float32", label="causal", threads=1 + n % 2) for n in (1, 2, 3, 4)]
     return compare(cases, said.append, measure=machine.measure), said
 
 
@@ -79,7 +77,7 @@ def test_load_that_lasts_longer_than_the_turns_of_a_call_is_not_reported() -> No
 
 @pytest.mark.parametrize("least", [1.3, 3.0])
 def test_a_call_that_is_slower_is_reported_whatever_else_runs(least: float) -> None:
-    def takes(call: Case, now: float) -> float:
+    def takes(call: PresetCall, now: float) -> float:
         load = 2 if now % 0.01 < 0.003 else 1  # for a third of the time, in both passes
         return load * 100e-6 * (least if call.n == 3 else 0.8)
 
@@ -101,7 +99,7 @@ def test_the_second_pass_has_more_turns() -> None:
 @pytest.mark.parametrize("work", ["forward", "training", "decode"])
 def test_both_sides_compute_the_same(work: str) -> None:
     for who in (*PLAIN, *TABLED):
-        call = Case(work, who, 32, 64, "float32", 4, 4, part=8)  # type: ignore[arg-type]
+        call = PresetCall(work, mask_text(who, 32, 8), 32, 64, "float32", 4, 4, who)
         ours, theirs, engine = calls(call)
         assert engine in ("cpu", "sdpa")
         for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours(), theirs())), strict=True):
@@ -117,12 +115,10 @@ def test_what_is_shown() -> None:
     assert shown["slower"] == 1 and shown["calls"][1]["times"] == pytest.approx(3.0)
 
 
-def test_never_slower_from_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for seconds, code in ((1e-3, 1), (1e-5, 0)):
         slow = lambda case, n, s=seconds: Comparison(case, "cpu", s, 1e-4)  # noqa: E731
         monkeypatch.setattr(never_slower, "in_turns_with_torch", slow)
-        assert main(["bench", "--never-slower", "--quick", "--json"]) == code
+        assert never_slower.main(["--quick", "--json"]) == code
         out, err = capsys.readouterr()
         assert json.loads(out)["slower"] == (39 if code else 0) and ("slower  forward" in err) == bool(code)

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import growth
+from growth import Line, Point
 from lowtri import mask
-from lowtri.benching import growth
-from lowtri.benching.cases import growing
-from lowtri.benching.growth import Line, Point
-from lowtri.benching.machine import facts
-from lowtri.benching.peers import OURS, SDPA
-from lowtri.cli.main import main
-from lowtri.errors import UndecidedError
+from lowtri.benching import OURS, SDPA, facts
+from lowtri.errors import DataError, UndecidedError
+from presets import growing
 
 
 def lines(torch_ends: str | None = None) -> list[Line]:
@@ -100,38 +98,16 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--plot", "bench.doc"], "bench.doc ends in none of .svg, .png, .pdf. Fix: bench.svg"),
-        (["--plot", "nowhere/at/all.png"], "there is no folder nowhere/at. Fix: make it first"),
-        (["--plot", "a.svg", "--dtype", "float64"], "bench: --dtype is 'float64'. Fix: one of float32, bf16, float16."),
-        (["--plot", "a.svg", "--case", "causal"], "bench: --case does not go with --plot. Fix: drop --case"),
-        (
-            ["--plot", "a.svg", "--never-slower"],
-            "bench: --never-slower does not go with --plot. Fix: drop --never-slower",
-        ),
-        (["--plot", "a.svg", "--threads", "100000"], "bench: --threads is 100000, but this process may use"),
-    ],
-)
-def test_bad_arguments_exit_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert words in err and out == "" and not Path("a.svg").exists()
-
-
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert main(["bench", "--plot", "a.svg"]) == 2
-    assert "bench: --plot needs matplotlib. Fix: pip install 'lowtri[plot]'." in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"growth: --out needs matplotlib\. Fix: pip install matplotlib"):
+        growth.main(["--out", "a.svg"])
 
 
-def test_the_command_line_draws(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(growth, "QUICK", (512,))
     file = tmp_path / "growth.svg"
-    assert main(["bench", "--plot", str(file), "--quick", "--json"]) == 0
+    growth.main(["--out", str(file), "--quick", "--json"])
     out, err = capsys.readouterr()
     shown = json.loads(out)
     assert shown["dtype"] == "float32" and [line["mask"] for line in shown["lines"][::2]] == list(growth.MASKS)

@@ -8,16 +8,18 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-from lowtri.benching.machine import cpu_name, last_cache_bytes, load, versions
+import numpy as np
+
+from lowtri import benching
 from lowtri.extras import is_installed, missing
 from lowtri.kernels import library
 from lowtri.kernels.threads import openmp_team
-from lowtri.system import cpus
+from lowtri.system import cpu_name, cpus, last_cache_bytes, load
 
 _READ_BYTES = 2**27
 
 
-def checkup(measure: bool = True, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def examine(measure: bool = True, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """The report. Its ``trouble`` lists what is missing and what follows.
 
     Args:
@@ -28,7 +30,7 @@ def checkup(measure: bool = True, progress: Callable[[str], None] = lambda _: No
     team, problems = openmp_team(), list[str]()
     threads = f"torch's own OpenMP team ({team[0]})" if team else ""
     report: dict[str, Any] = {
-        "versions": versions(),
+        "versions": benching.versions(),
         "cpu": {"name": cpu_name(), "machine": platform.machine(), "cpus": cpus(), "load": load()},
         "threads": {
             "torch": torch and torch.get_num_threads(),
@@ -74,33 +76,26 @@ def checkup(measure: bool = True, progress: Callable[[str], None] = lambda _: No
         )
     if measure and torch is not None:
         progress("measuring for a second")
-        report["speed"] = _speed(torch)
+        report["speed"] = _speed()
     return report
 
 
-def _speed(torch: Any) -> dict[str, float]:
-    """How fast one core multiplies, reads, and computes attention: medians of interleaved runs."""
-    import numpy as np
-
-    from lowtri.benching.ceilings import in_pairs, multiply, multiply_flops, read
-    from lowtri.benching.timing import medians, torch_threads
-    from lowtri.dispatch.attend import attention
-    from lowtri.masks import causal
-
-    n, d, heads = 1024, 64, 4
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, n, d, generator=generator) for _ in range(3))
+def _speed() -> dict[str, float]:
+    """How fast one core multiplies and computes attention, in GFLOP/s, and reads, in GB/s: medians of interleaved runs."""
+    call = benching.BenchCall("forward", "causal", 1024, 64, "float32", heads=4, kv_heads=4)
+    attend, tensors = benching.ours(call), call.tensors()
     memory = np.ones(_READ_BYTES // 4, np.float32)
+    address = memory.ctypes.data
     tasks: dict[str, tuple[Callable[[], object], float]] = {  # what runs, and its amount of work
-        "multiply": (lambda: multiply(1, False), multiply_flops(1, False)),
-        "attention": (lambda: attention(q, k, v, "causal", engine="cpu"), 4 * d * int(causal().pairs(n)) * heads),
-        "read": (lambda: read(memory.ctypes.data, _READ_BYTES, 1), _READ_BYTES),
+        "multiply": (lambda: benching.multiply(1, False), benching.multiply_flops(1, False) / 1e9),
+        "attention": (lambda: benching.run(attend, tensors), call.amount),
+        "read": (lambda: benching.read(address, _READ_BYTES, 1), _READ_BYTES / 1e9),
     }
-    if in_pairs("bf16"):
-        tasks["multiply_bf16"] = (lambda: multiply(1, True), multiply_flops(1, True))
-    with torch_threads(1):
-        seconds = medians({name: task for name, (task, _) in tasks.items()})
-    return {name: amount / seconds[name] / 1e9 for name, (_, amount) in tasks.items()}
+    if benching.in_pairs("bf16"):
+        tasks["multiply_bf16"] = (lambda: benching.multiply(1, True), benching.multiply_flops(1, True) / 1e9)
+    with benching.torch_threads(1):
+        seconds = benching.medians({name: task for name, (task, _) in tasks.items()})
+    return {name: amount / seconds[name] for name, (_, amount) in tasks.items()}
 
 
 def as_text(report: dict[str, Any]) -> str:

@@ -1,38 +1,49 @@
-"""Time and memory against length, from 512 to 131,072 tokens: lowtri and torch in turns, for ``lowtri bench --plot``; the picture has
-a column for each mask, and both of its axes are logarithmic.
+"""Time and memory against length, from 512 to 131,072 tokens: lowtri and torch interleaved; as text, and as a picture.
 
-A line ends where one run would take too long, or where torch's table of pairs would not fit into memory; the reason is kept.
+    python benchmarks/growth.py --out docs/growth.svg
+    python benchmarks/growth.py --quick --dtype bf16
+
+The picture has a column for each mask, and both of its axes are logarithmic. All takes some five minutes. A line ends where one
+run would take too long, or where torch's table of pairs would not fit into memory; the reason is kept.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lowtri.benching.cases import BYTES, DOCUMENT, WINDOW, growing
-from lowtri.benching.machine import headline
-from lowtri.benching.peers import OURS, SDPA, Attend, needs_table, ours, sdpa
-from lowtri.benching.table import by_length
-from lowtri.benching.timing import (
+from lowtri.benching import (
+    OURS,
     ROUNDS,
+    SDPA,
+    Attend,
     Clock,
     Tensors,
-    available_bytes,
     check_equal,
-    clock_of,
+    facts,
+    headline,
     in_turns,
-    peak_bytes,
+    needs_table,
+    ours,
     run,
+    sdpa,
     timed,
     torch_threads,
 )
 from lowtri.errors import DataError
 from lowtri.files import write_atomically, writing
+from lowtri.pictures.labels import aligned
 from lowtri.pictures.svg import INK, LINE, QUERY, VISIBLE
+from peak_memory import available_bytes, peak_bytes
+from presets import BYTES, DOCUMENT, WINDOW, growing
 
 MASKS = ("causal", "window", "documents")
 DTYPES = tuple(BYTES)
@@ -64,6 +75,13 @@ class Line:
     def seconds_at(self, n: int) -> float:
         """What a run over ``n`` tokens would take if its time grew with the square of the length."""
         return self.points[-1].seconds * (n / self.points[-1].n) ** 2 if self.points else 0.0
+
+
+def clock_of(threads: int) -> Clock:
+    """CPU time for one thread, which other load on the machine does not lengthen; time on the wall for several, since threads of an
+    OpenMP team spin while they wait.
+    """
+    return time.process_time if threads == 1 else time.perf_counter
 
 
 def grow(
@@ -109,7 +127,7 @@ def _extend(lines: Sequence[Line], n: int, dtype: str, longest: float, clock: Cl
     }
     if len(runs) > 1 and not lines[0].points:
         output, torchs = (run(attend, tensors) for attend in attends.values() if not isinstance(attend, str))
-        check_equal(f"{case.mask_name}, {n:,} tokens", SDPA, torchs, output, dtype)
+        check_equal(f"{case.label}, {n:,} tokens", SDPA, torchs, output, dtype)
     peaks: dict[str, int | None] = {}
     first: dict[str, float] = {}
     for name, timed_run in runs.items():
@@ -146,6 +164,17 @@ def as_text(lines: Sequence[Line]) -> str:
     return "\n".join(text)
 
 
+def by_length(title: str, points: Mapping[str, Mapping[int, tuple[float, int | None]]]) -> list[str]:
+    """Milliseconds, and MB of memory, of each implementation at each length."""
+    table = [[title, *(heading for name in points for heading in (f"{name}: ms", "MB"))]]
+    for n in sorted({n for by_n in points.values() for n in by_n}):
+        table.append([f"{n:,}"])
+        for seconds, size in (by_n.get(n, (None, None)) for by_n in points.values()):
+            table[-1] += ["-" if seconds is None else f"{seconds * 1e3:,.2f}"]
+            table[-1] += ["-" if size is None else f"{size / 1e6:,.1f}"]
+    return aligned(table, "   ", right=True)
+
+
 def as_json(lines: Sequence[Line], facts: dict[str, Any]) -> dict[str, Any]:
     """Everything that was measured, in seconds and bytes."""
     size = growing("causal", 1, "float32").d
@@ -171,7 +200,7 @@ def check_plot() -> None:
     try:
         import matplotlib.backends.backend_agg  # noqa: F401
     except ImportError:
-        raise DataError("bench: --plot needs matplotlib. Fix: pip install 'lowtri[plot]'.") from None
+        raise DataError("growth: --out needs matplotlib. Fix: pip install matplotlib") from None
 
 
 def draw(lines: Sequence[Line], facts: dict[str, Any], dtype: str, path: Path) -> None:
@@ -199,10 +228,10 @@ def draw(lines: Sequence[Line], facts: dict[str, Any], dtype: str, path: Path) -
             row[0].set_ylabel(label)
         panels[0][0].legend(loc="lower right", frameon=False)
         clock = "CPU time" if facts["threads"] == 1 else "time"
-        what = f"Attention of one head of 64 in {dtype}, forward; median {clock} in turns"
+        what = f"Attention of one head of 64 in {dtype}, forward; median {clock}, interleaved"
         figure.suptitle(f"{what}\n{headline(facts)}", fontsize=8)
         metadata = {"Date": None} if kind == "svg" else None
-        with writing("bench", path):
+        with writing("growth", path):
             write_atomically(path, lambda part: figure.savefig(part, format=kind, metadata=metadata))
 
 
@@ -220,3 +249,31 @@ def _panel(axes: Any, lines: Sequence[Line], quantity: str) -> None:
     axes.minorticks_off()
     axes.grid(color=LINE.light, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also draw: svg, png or pdf")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="two lengths only")
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args(arguments)
+    if chosen.out:
+        check_plot()  # before minutes of measuring
+    machine = facts(chosen.threads)
+
+    def note(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    note(headline(machine))
+    lines = list(grow(chosen.dtype, chosen.threads, QUICK if chosen.quick else LENGTHS, progress=note))
+    if chosen.out:
+        draw(lines, machine, chosen.dtype, chosen.out)
+        note(f"wrote {chosen.out}")
+    found = as_json(lines, {**machine, "dtype": chosen.dtype})
+    print(json.dumps(found, indent=2) if chosen.json else as_text(lines))
+
+
+if __name__ == "__main__":
+    main()
