@@ -15,7 +15,7 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
-from attentions import of_engine
+from attentions import late, of_engine
 from torch.nn.attention import flex_attention as torch_flex
 
 import lowtri
@@ -76,6 +76,7 @@ def compiled_flex_attention(*arrays: Any, **options: Any) -> Any:
             raise NotImplementedError(str(error).splitlines()[0]) from None
 
 
+CACHES = {"ragged": 37, "left padding": 37, "pages": 37, "index": 37, "new tokens": 37, "rotary": 35}
 OURS: dict[str, Entry] = {
     "backend cpu": Entry(of_engine("cpu"), {"dtypes": ALL}, 220),
     "backend formula": Entry(of_engine("formula"), {"dtypes": ALL}, 220),
@@ -84,18 +85,37 @@ OURS: dict[str, Entry] = {
     "backend flex": Entry(attentions.flex_backend, {"gradients": False, "differences": LATE}, 50),
     "attention": Entry(lowtri.attention),
     "attention, NumPy": Entry(attentions.numpy_only, {"dtypes": ["float32", "float64"]}, 100),
-    "scaled_dot_product_attention": Entry(lowtri.scaled_dot_product_attention, {"signature": "sdpa"}, 50),
+    "scaled_dot_product_attention": Entry(lowtri.scaled_dot_product_attention, {"signature": "sdpa"}, 55),
+    "scaled_dot_product_attention, is_causal": Entry(
+        lowtri.scaled_dot_product_attention, called(attentions.sdpa_causal), 40
+    ),
     "flash_attn": Entry(flash_attn.flash_attn_func, {"signature": "flash", "dtypes": ALL}, 130),
-    "flash_attn packed": Entry(flash_attn.flash_attn_kvpacked_func, called(attentions.flash_packed), 34),
+    "flash_attn packed": Entry(late(flash_attn, "flash_attn_kvpacked_func"), called(attentions.flash_packed), 34),
     "flash_attn varlen": Entry(flash_attn.flash_attn_varlen_func, called(attentions.flash_varlen), 35),
-    "flash_attn cache": Entry(flash_attn.flash_attn_with_kvcache, called(attentions.flash_cache, gradients=False), 36),
-    "flex_attention": Entry(flex_attention, {"signature": "flex"}, 50),
-    "nn.MultiheadAttention": Entry(switch, called(attentions.multihead), 46),
+    "flash_attn rotary": Entry(flash_attn.flash_attn_func, called(attentions.flash_rotary, False), 30),
+    "flash_attn rotary, interleaved": Entry(flash_attn.flash_attn_func, called(attentions.flash_rotary, True), 30),
+    **{
+        f"flash_attn cache, {form}": Entry(
+            late(flash_attn, "flash_attn_with_kvcache"), called(attentions.flash_cache, form, gradients=False), least
+        )
+        for form, least in CACHES.items()
+    },
+    "flex_attention": Entry(flex_attention, {"signature": "flex"}, 55),
+    **{
+        f"flex_attention, {form}": Entry(flex_attention, called(attentions.flex_formulas, form), 50)
+        for form in ("formulas", "conditions", "general")
+    },
+    **{
+        f"nn.MultiheadAttention, {form}": Entry(switch, called(attentions.multihead, form), least)
+        for form, least in (("bools", 50), ("floats", 50), ("is_causal", 20))
+    },
     "lowtri.nn.MultiHeadAttention": Entry(lowtri.nn.MultiHeadAttention, called(attentions.lowtri_module), 44),
     **{
         f"transformers, {form}": Entry(of_transformers.attend, called(attentions.transformers_call, form), 56)
         for form in ("bools", "-inf", "least")
     },
+    "transformers, no table": Entry(of_transformers.attend, called(attentions.transformers_causal), 30),
+    "transformers, mask functions": Entry(of_transformers.attend, called(attentions.transformers_masks), 45),
     "x_transformers": Entry(switch, called(attentions.x_transformers_call, False, differences=HEADS), 52),
     "x_transformers, flash": Entry(switch, called(attentions.x_transformers_call, True, differences=HEADS), 50),
     "jax": Entry(of_jax.attention),
@@ -108,7 +128,9 @@ THEIRS: dict[str, Entry] = {
         F.scaled_dot_product_attention, {"signature": "sdpa", "differences": NAN}, 45
     ),
     "nn.MultiheadAttention": Entry(
-        same, called(attentions.multihead, differences=NAN | {"no rows": "it cannot reshape an empty batch"}), 42
+        same,
+        called(attentions.multihead, "bools", differences=NAN | {"no rows": "it cannot reshape an empty batch"}),
+        42,
     ),
     "onnx": Entry(
         attentions.onnx_evaluator,
