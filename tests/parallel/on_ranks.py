@@ -14,12 +14,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import lowtri
-import ranks
 from lowtri import masks as lt
 from lowtri.masks import Mask
 from lowtri.nn import Decoder, DecoderConfig

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from on_ranks import RECIPE, Training, error_of_rank_0, one_alone, training_run
+from ranks import Ranks
 
 from lowtri.errors import CallError
 from lowtri.training.processes import processes_of_torchrun
-from ranks import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ class Fault:
         where: the module or class, and the name of the function in it.
         change: from the function to the wrong one.
         found_by: names of entries of the matrix, of which each finds it.
+        case: the name of a case of ``lowtri.verify`` in which they do.
     """
 
     door: str
@@ -48,6 +49,7 @@ class Fault:
     where: tuple[Any, str]
     change: Change
     found_by: tuple[str, ...]
+    case: str
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -65,11 +67,11 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(name: str, door: str, where: tuple[Any, str], *found_by: str) -> Callable[[Change], Change]:
+def fault(name: str, case: str, door: str, where: tuple[Any, str], *found_by: str) -> Callable[[Change], Change]:
     """Add a fault; its sentence is the docstring of the function that makes the change."""
 
     def add(change: Change) -> Change:
-        FAULTS[name] = Fault(door, " ".join((change.__doc__ or "").split()), where, change, found_by)
+        FAULTS[name] = Fault(door, " ".join((change.__doc__ or "").split()), where, change, found_by, case)
         return change
 
     return add
@@ -95,25 +97,25 @@ def with_options(**changes: Any) -> Change:
 SDPA = "scaled_dot_product_attention"
 
 
-@fault("sdpa polarity", SDPA, (sdpa_compatible, "table"), SDPA)
+@fault("sdpa polarity", "one query, 130 keys", SDPA, (sdpa_compatible, "table"), SDPA)
 def _(right: Any) -> Any:
     """True hides, as in nn.MultiheadAttention."""
     return lambda visible: right(~visible)
 
 
-@fault("sdpa alignment", SDPA, (sdpa_compatible, "attention"), f"{SDPA}, is_causal")
+@fault("sdpa alignment", "aligned to the first key", SDPA, (sdpa_compatible, "attention"), f"{SDPA}, is_causal")
 def _(right: Any) -> Any:
     """is_causal is aligned to the last key."""
     return with_options(q_positions=lambda positions: None)(right)
 
 
-@fault("sdpa bias", SDPA, (sdpa_compatible, "attention"), SDPA)
+@fault("sdpa bias", "ALiBi, 5 queries", SDPA, (sdpa_compatible, "attention"), SDPA)
 def _(right: Any) -> Any:
     """Numbers of a mask only hide; what they add is lost."""
     return with_options(bias=lambda bias: torch.where(bias == -math.inf, bias, 0.0))(right)
 
 
-@fault("sdpa heads", SDPA, (sdpa_compatible, "attention"), SDPA)
+@fault("sdpa heads", "ALiBi, 5 queries", SDPA, (sdpa_compatible, "attention"), SDPA)
 def _(right: Any) -> Any:
     """The heads of a bias are in the opposite order."""
     return with_options(bias=lambda bias: bias.flip(1))(right)
@@ -136,7 +138,14 @@ def _of_argument(name: str, change: Change) -> Change:
     return plant
 
 
-@fault("padding polarity", MULTIHEAD, (torch_nn, "read_table"), f"{MULTIHEAD}, bools", f"{MULTIHEAD}, floats")
+@fault(
+    "padding polarity",
+    "padding left, 5 queries",
+    MULTIHEAD,
+    (torch_nn, "read_table"),
+    f"{MULTIHEAD}, bools",
+    f"{MULTIHEAD}, floats",
+)
 def _(right: Any) -> Any:
     """key_padding_mask shows where it is True."""
 
@@ -147,7 +156,7 @@ def _(right: Any) -> Any:
     return _of_argument("key_padding_mask", lambda _: wrong)(right)
 
 
-@fault("padding bias", MULTIHEAD, (torch_nn, "read_table"), f"{MULTIHEAD}, floats")
+@fault("padding bias", "bias of keys", MULTIHEAD, (torch_nn, "read_table"), f"{MULTIHEAD}, floats")
 def _(right: Any) -> Any:
     """Numbers in key_padding_mask hide, and are not added."""
 
@@ -158,7 +167,7 @@ def _(right: Any) -> Any:
     return _of_argument("key_padding_mask", lambda _: wrong)(right)
 
 
-@fault("rows and heads", MULTIHEAD, (torch_nn, "_checked"), f"{MULTIHEAD}, bools")
+@fault("rows and heads", "ALiBi, 5 queries", MULTIHEAD, (torch_nn, "_checked"), f"{MULTIHEAD}, bools")
 def _(right: Any) -> Any:
     """The first dimension of a 3-D attn_mask is read as heads times rows."""
 
@@ -171,13 +180,19 @@ def _(right: Any) -> Any:
     return wrong
 
 
-@fault("promise aligned", MULTIHEAD, (torch_nn, "top_left_positions"), f"{MULTIHEAD}, is_causal")
+@fault(
+    "promise aligned",
+    "aligned to the first key",
+    MULTIHEAD,
+    (torch_nn, "top_left_positions"),
+    f"{MULTIHEAD}, is_causal",
+)
 def _(right: Any) -> Any:
     """What is_causal promises is taken to be aligned to the last key."""
     return lambda *args: {}
 
 
-@fault("masks joined", MULTIHEAD, (torch_nn, "join"), f"{MULTIHEAD}, bools")
+@fault("masks joined", "padding left, 5 queries", MULTIHEAD, (torch_nn, "join"), f"{MULTIHEAD}, bools")
 def _(right: Any) -> Any:
     """A key is visible if either of the two masks shows it."""
     return lambda left, right: left | right
@@ -189,19 +204,25 @@ ATTEND = "transformers"
 FORMS = tuple(f"transformers, {form}" for form in ("bools", "-inf", "least"))
 
 
-@fault("large numbers hide", "dense_mask", (dense_mask, "_visible"), "transformers, -inf")
+@fault("large numbers hide", "bias of -100", "dense_mask", (dense_mask, "_visible"), "transformers, -inf")
 def _(right: Any) -> Any:
     """Every number below -50 hides."""
     return lambda mask, dtype, true_hides: right(mask, dtype, true_hides) & ((mask > -50) | (mask.dtype == torch.bool))
 
 
-@fault("bias of a table", "dense_mask", (transformers_attention, "read_dense_mask"), "transformers, -inf")
+@fault(
+    "bias of a table",
+    "ALiBi, 5 queries",
+    "dense_mask",
+    (transformers_attention, "read_dense_mask"),
+    "transformers, -inf",
+)
 def _(right: Any) -> Any:
     """Numbers other than -inf in a table are lost."""
     return lambda *args: right(*args)._replace(bias=None)
 
 
-@fault("causal table", "dense_mask", (dense_mask, "_simplest_mask"), "transformers, bools")
+@fault("causal table", "aligned to the first key", "dense_mask", (dense_mask, "_simplest_mask"), "transformers, bools")
 def _(right: Any) -> Any:
     """A table whose first row shows one key is taken for the causal mask."""
 
@@ -213,25 +234,25 @@ def _(right: Any) -> Any:
     return wrong
 
 
-@fault("rows of a table", "dense_mask", (dense_mask, "_simplest_mask"), *FORMS)
+@fault("rows of a table", "padding left, 5 queries", "dense_mask", (dense_mask, "_simplest_mask"), *FORMS)
 def _(right: Any) -> Any:
     """The rows of a batch are exchanged."""
     return lambda visible, *sizes: right(visible[::-1], *sizes)
 
 
-@fault("scale", ATTEND, (transformers_attention, "attention"), *FORMS)
+@fault("scale", "scale", ATTEND, (transformers_attention, "attention"), *FORMS)
 def _(right: Any) -> Any:
     """scaling is ignored."""
     return with_options(scale=lambda scale: None)(right)
 
 
-@fault("softcap", ATTEND, (transformers_attention, "attention"), *FORMS)
+@fault("softcap", "softcap", ATTEND, (transformers_attention, "attention"), *FORMS)
 def _(right: Any) -> Any:
     """softcap gets lost."""
     return with_options(softcap=lambda softcap: None)(right)
 
 
-@fault("sinks", ATTEND, (transformers_attention, "attention"), *FORMS)
+@fault("sinks", "sink logits", ATTEND, (transformers_attention, "attention"), *FORMS)
 def _(right: Any) -> Any:
     """Each head has another head's sink."""
     return with_options(sinks=lambda sinks: sinks.flip(0))(right)
@@ -242,19 +263,19 @@ def _(right: Any) -> Any:
 MASKS = "transformers, mask functions"
 
 
-@fault("offset", "transformers masks", (transformers_masks, "LazyMask"), MASKS)
+@fault("offset", "one query, 130 keys", "transformers masks", (transformers_masks, "LazyMask"), MASKS)
 def _(right: Any) -> Any:
     """Queries stand at the first keys, also where keys are cached."""
     return lambda mask, q0, *rest: right(mask, 0, *rest)
 
 
-@fault("padding of rows", "transformers masks", (transformers_masks, "_keys"), MASKS)
+@fault("padding of rows", "padding left, 5 queries", "transformers masks", (transformers_masks, "_keys"), MASKS)
 def _(right: Any) -> Any:
     """The paddings of the rows are exchanged."""
     return lambda valid: right(valid.flip(0))
 
 
-@fault("window of a function", "transformers masks", (transformers_masks, "_read"), MASKS)
+@fault("window of a function", "window of 8, 5 queries", "transformers masks", (transformers_masks, "_read"), MASKS)
 def _(right: Any) -> Any:
     """A sliding window shows one key more than its size."""
 
@@ -272,7 +293,7 @@ FLEX = "flex_attention"
 FORMULAS = f"{FLEX}, formulas"
 
 
-@fault("tiles of a comparison", "function_mask", (function_mask._OPERATIONS, "ge"), FORMULAS)
+@fault("tiles of a comparison", "129 tokens", "function_mask", (function_mask._OPERATIONS, "ge"), FORMULAS)
 def _(right: Any) -> Any:
     """A tile in which only q = k is visible is empty."""
 
@@ -283,7 +304,14 @@ def _(right: Any) -> Any:
     return wrong
 
 
-@fault("rows of a function", "function_mask", (function_mask.FunctionMask, "_at"), FLEX, FORMULAS)
+@fault(
+    "rows of a function",
+    "padding left, 5 queries",
+    "function_mask",
+    (function_mask.FunctionMask, "_at"),
+    FLEX,
+    FORMULAS,
+)
 def _(right: Any) -> Any:
     """Every row of the batch has the mask of the first one."""
     return lambda self, b, h: right(self, 0, h)
@@ -292,7 +320,7 @@ def _(right: Any) -> Any:
 # FlexAttention.
 
 
-@fault("full blocks", "flex masks", (flex_masks, "_listed"), FLEX, FORMULAS)
+@fault("full blocks", "300 tokens", "flex masks", (flex_masks, "_listed"), FLEX, FORMULAS)
 def _(right: Any) -> Any:
     """Blocks that are listed as full are left out."""
 
@@ -303,7 +331,14 @@ def _(right: Any) -> Any:
     return wrong
 
 
-@fault("blocks in the first key", "flex masks", (flex_attention, "top_left_positions"), FLEX, FORMULAS)
+@fault(
+    "blocks in the first key",
+    "padding left, 5 queries",
+    "flex masks",
+    (flex_attention, "top_left_positions"),
+    FLEX,
+    FORMULAS,
+)
 def _(right: Any) -> Any:
     """Indices of queries count from the last key."""
     return lambda nq, nk: {}
@@ -323,19 +358,25 @@ def _of_scores(change: Callable[[Any], None]) -> Change:
     return plant
 
 
-@fault("cap of a score_mod", "flex scores", (flex_attention, "read_score_mod"), FLEX, FORMULAS)
+@fault("cap of a score_mod", "softcap", "flex scores", (flex_attention, "read_score_mod"), FLEX, FORMULAS)
 def _(right: Any) -> Any:
     """The soft cap of a score_mod is recognised, and not passed on."""
     return _of_scores(lambda scores: setattr(scores, "softcap", None))(right)
 
 
-@fault("condition of a score_mod", "flex scores", (flex_attention, "read_score_mod"), f"{FLEX}, conditions")
+@fault(
+    "condition of a score_mod",
+    "padding left, 5 queries",
+    "flex scores",
+    (flex_attention, "read_score_mod"),
+    f"{FLEX}, conditions",
+)
 def _(right: Any) -> Any:
     """What a condition in a score_mod hides is visible."""
     return _of_scores(lambda scores: setattr(scores, "mask", None))(right)
 
 
-@fault("heads of a score_mod", "flex scores", (flex_attention, "read_score_mod"), FORMULAS)
+@fault("heads of a score_mod", "bias, 5 queries", "flex scores", (flex_attention, "read_score_mod"), FORMULAS)
 def _(right: Any) -> Any:
     """The heads of a captured table are in the opposite order."""
 
@@ -346,7 +387,7 @@ def _(right: Any) -> Any:
     return _of_scores(change)(right)
 
 
-@fault("tile of scores", "flex scores", (flex_attention, "tile_function"), f"{FLEX}, general")
+@fault("tile of scores", "bias, 5 queries", "flex scores", (flex_attention, "tile_function"), f"{FLEX}, general")
 def _(right: Any) -> Any:
     """Scores that are computed in torch get the indices of other rows of the batch."""
 
@@ -363,7 +404,7 @@ FLASH = "flash_attn"
 CACHE = "flash_attn cache"
 
 
-@fault("window of flash-attn", FLASH, (functions, "read_window"), FLASH, f"{CACHE}, pages")
+@fault("window of flash-attn", "log-sum-exp of a window", FLASH, (functions, "read_window"), FLASH, f"{CACHE}, pages")
 def _(right: Any) -> Any:
     """A window shows one key more."""
 
@@ -374,13 +415,13 @@ def _(right: Any) -> Any:
     return wrong
 
 
-@fault("slopes", FLASH, (functions, "alibi"), FLASH)
+@fault("slopes", "ALiBi, 5 queries", FLASH, (functions, "alibi"), FLASH)
 def _(right: Any) -> Any:
     """ALiBi favours what is far away."""
     return lambda slopes: right(-slopes)
 
 
-@fault("log-sum-exp", FLASH, (functions._Options, "run"), FLASH, f"{CACHE}, pages")
+@fault("log-sum-exp", "log-sum-exp of a window", FLASH, (functions._Options, "run"), FLASH, f"{CACHE}, pages")
 def _(right: Any) -> Any:
     """The log-sum-exp is one of base 2."""
 
@@ -391,13 +432,21 @@ def _(right: Any) -> Any:
     return wrong
 
 
-@fault("packed keys", "flash-attn packed", (flash_attn, "flash_attn_kvpacked_func"), "flash_attn packed")
+@fault(
+    "packed keys",
+    "one query, 130 keys",
+    "flash-attn packed",
+    (flash_attn, "flash_attn_kvpacked_func"),
+    "flash_attn packed",
+)
 def _(right: Any) -> Any:
     """Values stand before keys in a packed tensor."""
     return lambda q, kv, *args, **options: right(q, kv.flip(2), *args, **options)
 
 
-@fault("packed heads", "flash-attn packed", (flash_attn, "flash_attn_qkvpacked_func"), "flash_attn packed")
+@fault(
+    "packed heads", "head size 1", "flash-attn packed", (flash_attn, "flash_attn_qkvpacked_func"), "flash_attn packed"
+)
 def _(right: Any) -> Any:
     """Heads of queries are in the opposite order."""
 
@@ -410,13 +459,13 @@ def _(right: Any) -> Any:
 VARLEN = "flash_attn varlen"
 
 
-@fault("sequences apart", VARLEN, (functions, "_documents"), VARLEN)
+@fault("sequences apart", "one query, 130 keys", VARLEN, (functions, "_documents"), VARLEN)
 def _(right: Any) -> Any:
     """Packed sequences see one another."""
     return lambda *args: (None, right(*args)[1])
 
 
-@fault("ends of sequences", VARLEN, (functions, "_documents"), VARLEN)
+@fault("ends of sequences", "one query, 130 keys", VARLEN, (functions, "_documents"), VARLEN)
 def _(right: Any) -> Any:
     """The queries of a sequence stand at its first keys, not at its last ones."""
 
@@ -431,31 +480,31 @@ def _(right: Any) -> Any:
     return wrong
 
 
-@fault("ragged slots", CACHE, (functions, "_slot_positions"), f"{CACHE}, ragged")
+@fault("ragged slots", "padding left, 5 queries", CACHE, (functions, "_slot_positions"), f"{CACHE}, ragged")
 def _(right: Any) -> Any:
     """All rows of a cache are as long as the longest."""
     return lambda nq, nk, starts, ends: right(nq, nk, starts, np.full_like(ends, ends.max(initial=0)))
 
 
-@fault("ragged rows", CACHE, (functions, "_slot_positions"), f"{CACHE}, ragged")
+@fault("ragged rows", "padding left, 5 queries", CACHE, (functions, "_slot_positions"), f"{CACHE}, ragged")
 def _(right: Any) -> Any:
     """The lengths of the rows are exchanged."""
     return lambda nq, nk, starts, ends: right(nq, nk, starts, ends[::-1])
 
 
-@fault("left padding", CACHE, (functions, "_slot_positions"), f"{CACHE}, left padding")
+@fault("left padding", "padding left, 5 queries", CACHE, (functions, "_slot_positions"), f"{CACHE}, left padding")
 def _(right: Any) -> Any:
     """Slots before a row's first one are visible."""
     return lambda nq, nk, starts, ends: right(nq, nk, np.zeros_like(starts), ends)
 
 
-@fault("slot of new tokens", CACHE, (functions._Slots, "write"), f"{CACHE}, new tokens")
+@fault("slot of new tokens", "one query, 130 keys", CACHE, (functions._Slots, "write"), f"{CACHE}, new tokens")
 def _(right: Any) -> Any:
     """New keys are written one slot too early."""
     return lambda self, lengths, k, v: right(self, (lengths - 1).clamp_min(0), k, v)
 
 
-@fault("order of pages", CACHE, (functions._Slots, "read"), f"{CACHE}, pages")
+@fault("order of pages", "one query, 130 keys", CACHE, (functions._Slots, "read"), f"{CACHE}, pages")
 def _(right: Any) -> Any:
     """Pages are read in the order in which they lie in memory."""
 
@@ -466,7 +515,7 @@ def _(right: Any) -> Any:
     return wrong
 
 
-@fault("rows by index", CACHE, (functions._Slots, "read"), f"{CACHE}, index")
+@fault("rows by index", "one token", CACHE, (functions._Slots, "read"), f"{CACHE}, index")
 def _(right: Any) -> Any:
     """cache_batch_idx is ignored."""
 
@@ -480,13 +529,13 @@ def _(right: Any) -> Any:
 # Rotary embedding.
 
 
-@fault("offset of rotary", "rotary", (layers_rotary, "for_rows"), "flash_attn rotary")
+@fault("offset of rotary", "one query, 130 keys", "rotary", (layers_rotary, "for_rows"), "flash_attn rotary")
 def _(right: Any) -> Any:
     """seqlen_offsets are ignored."""
     return lambda *args: torch.zeros_like(right(*args))
 
 
-@fault("pairs of rotary", "rotary", (layers_rotary, "rotate"), "flash_attn rotary")
+@fault("pairs of rotary", "one query, 130 keys", "rotary", (layers_rotary, "rotate"), "flash_attn rotary")
 def _(right: Any) -> Any:
     """Pairs of entries are neighbours where they should be half a head apart, and the other way round."""
 
@@ -496,7 +545,7 @@ def _(right: Any) -> Any:
     return wrong
 
 
-@fault("rotary in the cache", "rotary", (functions, "rotate"), f"{CACHE}, rotary")
+@fault("rotary in the cache", "one query, 130 keys", "rotary", (functions, "rotate"), f"{CACHE}, rotary")
 def _(right: Any) -> Any:
     """New tokens are rotated as if the cache were empty."""
 

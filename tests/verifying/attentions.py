@@ -482,37 +482,21 @@ def _mask_mod(given: Any) -> Callable[..., Any]:
     return formulas[text]
 
 
-def x_transformers_call(flash: bool, switch: Callable[[Any], Any], given: Any) -> Any:
-    """Attend of x-transformers: scores are clamped by the module, and a sink of each head is its parameter."""
-    only(given, "scale", "bias", *(() if flash else ("softcap", "sinks")), "grouped heads", "values of another size")
-    from x_transformers.attend import Attend
-
-    case = given.case
-    if case.softcap is not None and given.bias is not None:
-        raise NotImplementedError("softcap with bias")
-    options: dict[str, Any] = {"flash": flash, "scale": case.scale}
-    if case.softcap is not None:
-        options |= {"softclamp_logits": True, "logit_softclamp_value": case.softcap}
-    if given.sinks is not None:
-        options |= {"head_learned_sink": True, "heads": case.hq}
-    module = switch(Attend(**options).to(given.q.dtype))
-    if given.sinks is not None:
-        del module.head_attn_sink
-        module.head_attn_sink = given.sinks
-    bias = None if given.bias is None else given.bias.expand(given.visible.shape)
-    mask = None if case.text == "full" else given.visible
-    return module(given.q, given.k, given.v, mask=mask, attn_bias=bias)[0]
-
-
 # JAX and ONNX
 
 
-def jit(attend: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
-    """lowtri's attention of JAX arrays inside of a compiled program."""
+def jax_dense(attend: Any, given: Any) -> Any:
+    """jax.nn.dot_product_attention under a mask of lowtri: its table of pairs; arrays are (B, N, H, D)."""
+    only(given, "scale", "bias", "grouped heads", "log-sum-exp")
     import jax
 
-    arrays = {name: options.pop(name) for name in ("bias", "sinks") if name in options}
-    return jax.jit(lambda q, k, v, arrays: attend(q, k, v, mask, **arrays, **options))(q, k, v, arrays)
+    case = given.case
+    table = case.mask.dense(case.nq, case.nk)  # (Nq, Nk), or with rows and heads in front
+    table = table.reshape(*(*case.mask.batch, 1, 1)[:2], case.nq, case.nk)
+    function = jax.jit(partial(attend, scale=case.scale, return_residual=case.lse))
+    bias = {} if given.bias is None else {"bias": given.bias}
+    result = function(*(x.swapaxes(1, 2) for x in (given.q, given.k, given.v)), mask=table, **bias)
+    return (result[0].swapaxes(1, 2), result[1].swapaxes(1, 2)) if case.lse else result.swapaxes(1, 2)
 
 
 def jax_call(compiled: bool, attend: Any, given: Any) -> Any:

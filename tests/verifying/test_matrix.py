@@ -21,16 +21,14 @@ from torch.nn.attention import flex_attention as torch_flex
 import lowtri
 from lowtri.backends import flex
 from lowtri.integrations import flash_attn
-from lowtri.integrations import jax as of_jax
 from lowtri.integrations import transformers as of_transformers
 from lowtri.integrations.flex import flex_attention
 from lowtri.integrations.torch import switch
 
-pytestmark = [  # x-transformers and inductor import torch.jit; FlexAttention's lse has had three names
+pytestmark = [  # inductor imports torch.jit; FlexAttention's lse has had three names
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*return_lse"),
 ]
-HEADS = {"grouped heads interleaved": "key/value heads are repeated one after the other: head h reads h % Hkv"}
 NAN = {"NaN from hidden keys": "hidden values are multiplied by a weight of 0"}
 LATE = {"NaN that later queries see": "hidden values are multiplied by a weight of 0"}
 NAN_GRADIENTS = {"NaN in queries that see nothing": "NaN in hidden queries gives NaN gradients"}
@@ -116,12 +114,6 @@ OURS: dict[str, Entry] = {
     },
     "transformers, no table": Entry(of_transformers.attend, called(attentions.transformers_causal), 30),
     "transformers, mask functions": Entry(of_transformers.attend, called(attentions.transformers_masks), 45),
-    "x_transformers": Entry(switch, called(attentions.x_transformers_call, False, differences=HEADS), 52),
-    "x_transformers, flash": Entry(switch, called(attentions.x_transformers_call, True, differences=HEADS), 50),
-    "jax": Entry(of_jax.attention),
-    "jax, compiled": Entry(partial(attentions.jit, of_jax.attention), {"differences": XLA}),
-    "jax.nn": Entry(of_jax.dot_product_attention, called(attentions.jax_call, False), 50),
-    "jax.nn, compiled": Entry(of_jax.dot_product_attention, called(attentions.jax_call, True, differences=XLA), 50),
 }
 THEIRS: dict[str, Entry] = {
     "scaled_dot_product_attention": Entry(
@@ -137,15 +129,14 @@ THEIRS: dict[str, Entry] = {
         called(attentions.onnx_call, differences=NAN | {"no keys": "it takes the greatest of no scores"}),
         50,
     ),
-    **{
-        f"x_transformers, flash={flash}": Entry(
-            same, called(attentions.x_transformers_call, flash, differences=HEADS | NAN | FINITE | NAN_GRADIENTS), 46
-        )
-        for flash in (False, True)
-    },
     "jax.nn": Entry(
         jax.nn.dot_product_attention,
         called(attentions.jax_call, True, differences=NAN | FINITE | XLA | NAN_GRADIENTS),
+        45,
+    ),
+    "jax.nn, mask.dense": Entry(
+        jax.nn.dot_product_attention,
+        called(attentions.jax_dense, differences=NAN | FINITE | XLA | NAN_GRADIENTS),
         45,
     ),
     "compiled FlexAttention": Entry(
@@ -154,7 +145,7 @@ THEIRS: dict[str, Entry] = {
         30,
     ),
 }
-SLOW = {"jax, compiled", "jax.nn", "jax.nn, compiled", "compiled FlexAttention"}  # most of the time is a compiler's
+SLOW = {"jax.nn", "jax.nn, mask.dense", "compiled FlexAttention"}  # most of the time is a compiler's
 FEW = [
     *("full", "causal", "one query, 130 keys", "grouped heads", "window of 5", "window on both sides", "padding right"),
     *("bias", "scale", "sink logits", "log-sum-exp", "empty rows", "softcap"),
@@ -171,12 +162,6 @@ def check(entry: Entry, cases: list[str] | None = None) -> None:
 def test_lowtri(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # its formula, without compiling
     monkeypatch.setattr(flex, "_compiled", lambda on_cpu: (torch_flex.flex_attention, None))
-    check(OURS[name], FEW if name in SLOW else None)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", sorted(SLOW & OURS.keys()))
-def test_lowtri_in_all_cases(name: str) -> None:
     check(OURS[name])
 
 
