@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.backends import Prepared
+from lowtri.backends import GradientSource, Prepared
 from lowtri.ops.call import Call, Inputs, Result
 
 __all__ = ["Steps", "attend", "name", "prepare", "supports"]
@@ -34,10 +34,14 @@ def prepare(call: Call) -> Prepared:
 
 
 class _Definition(Prepared):
-    gradients_from = "formula"
-
     def __init__(self, call: Call) -> None:
         self.call = call
+
+    def gradient_source(self) -> GradientSource:
+        return GradientSource.FORMULA
+
+    def checks_values(self) -> bool:
+        return False
 
     def run(self, inputs: Inputs) -> Result:
         """Results in the dtype of q, log-sum-exp in float64 or float32."""
