@@ -51,8 +51,10 @@ class _Definition(Prepared):
             bias = call.bias_of_pairs(bias)
         steps = attend(q, k, v, call.visible(), scale=call.scale, softcap=call.softcap, bias=bias, sinks=sinks)
         if call.is_numpy:
-            lse = steps.lse.astype(np.promote_types(like.dtype, np.float32))
-            return Result(steps.output.astype(like.dtype), steps.weights.astype(like.dtype), lse)
+            with np.errstate(all="ignore"):  # a small weight becomes 0 in a narrower dtype
+                output, weights = (x.astype(like.dtype) for x in (steps.output, steps.weights))
+                lse = steps.lse.astype(np.promote_types(like.dtype, np.float32))
+            return Result(output, weights, lse)
         import torch
 
         at_least_32 = torch.promote_types(like.dtype, torch.float32)
