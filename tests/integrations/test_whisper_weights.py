@@ -190,9 +190,8 @@ def test_the_trained_decoder_does_not_peek(real: Any, features: torch.Tensor) ->
     model = copy.deepcopy(real).double()
     model.set_attn_implementation("lowtri")
     ids = torch.tensor([[50257, 50362, 383, 2042, 3797, 3332, 319, 262]])
-    heard = model.model.encoder(features.double()).last_hidden_state[
-        :, :200
-    ]  # four seconds of thirty; behind it is silence
+    encoded = model.model.encoder(features.double()).last_hidden_state
+    heard = encoded[:, :200]  # four seconds of thirty; behind it is silence
 
     def told(ids: torch.Tensor) -> torch.Tensor:
         return model(encoder_outputs=(heard.expand(len(ids), -1, -1),), decoder_input_ids=ids, use_cache=False).logits
