@@ -36,9 +36,10 @@ from demo.asked import (
     causal_forms,
     token_table,
 )
-from demo.named_models import BOTH_SIDES, NAMES, on_lowtri
+from demo.named_models import BOTH_SIDES, NAMES, TARGET, on_lowtri
 from lowtri import plain
 from lowtri.cli.main import main
+from lowtri.integrations.transformers import register
 from why_mask.checks import statements
 from why_mask.experiment import SHORT, Experiment
 
@@ -403,6 +404,42 @@ def test_d_without_its_mask_each_decoder_leaks(name: str) -> None:
         assert (peeks.logits() - named.logits()).abs().max() > 1e-3
     report = peeks.audit(probes=["change"])
     assert not report.ok and report.first is not None and (report.first.query, report.first.key) == (0, 1)
+
+
+@pytest.mark.parametrize("engine", ["lowtri", "lowtri-formula"])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_d_only_the_decoder_is_masked(name: str, engine: str) -> None:
+    """The weights of the three attentions: a triangle in the decoder, everything in the encoder and in cross-attention."""
+    register("lowtri-formula", engine="formula")
+    named = on_lowtri(name)[0].on(engine)
+    out = named.model(**named.given, output_attentions=True)
+    alone = not named.model.config.is_encoder_decoder
+    past = torch.ones(TARGET, TARGET).tril().bool().expand(2, 4, TARGET, TARGET)
+    for kind in ["attentions"] if alone else ["decoder_attentions", "cross_attentions", "encoder_attentions"]:
+        assert len(getattr(out, kind)) == 2
+        for weights in getattr(out, kind):
+            visible = past if kind in ("attentions", "decoder_attentions") else torch.ones_like(weights).bool()
+            assert torch.equal(weights > 0, visible)
+            assert (weights[~visible] == 0).all()  # exactly
+
+
+@pytest.mark.parametrize("name", BOTH_SIDES)
+@torch.no_grad()
+def test_d_the_end_of_the_source_is_seen_from_everywhere(name: str) -> None:
+    whole = on_lowtri(name)[0].on("lowtri", torch.float64)
+    (key, source), encoder = next(iter(whole.source.items())), whole.model.get_encoder()
+    other = source.clone()
+    other[..., -1] = source[..., -1] + 1 if source.is_floating_point() else 3 + (source[..., -1] + 1) % 30
+    for before, after in (
+        (encoder(source).last_hidden_state, encoder(other).last_hidden_state),
+        (whole.logits(), whole.logits(**{key: other})),
+    ):
+        assert ((before - after).abs().amax(-1) > 1e-7).all()  # the first position as well as the last
+    ids = whole.given["decoder_input_ids"].clone()
+    ids[:, -1] = 3 + (ids[:, -1] + 1) % 30
+    before, after = whole.logits(), whole.logits(decoder_input_ids=ids)
+    assert torch.equal(before[:, :-1], after[:, :-1]) and not torch.equal(before[:, -1], after[:, -1])
 
 
 @pytest.mark.parametrize("cell", ["rnn", "lstm"])

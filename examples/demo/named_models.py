@@ -48,11 +48,6 @@ class Named:
         logits: Tensor = self.model(**self.given | changed).logits
         return logits
 
-    def gradients(self) -> dict[str, Tensor]:
-        labels = self.given[self.sequence].roll(-1, 1)
-        torch.nn.functional.cross_entropy(self.logits().flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]
-        return {name: x.grad for name, x in self.model.named_parameters() if x.grad is not None}
-
     def audit(self, **options: Any) -> AuditReport:
         """Does the decoder see later tokens?"""
         report: AuditReport = lowtri.audit(
