@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -157,23 +156,18 @@ def _get_recorded_interface(interface: Any, implementation: str | None, *others:
     @wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        record(_described_call(function, args, kwargs, implementation, result))
+        record(_described_call(args, kwargs, implementation, result))
         return result
 
     return recorded
 
 
+_ARGUMENTS = ("module", "query", "key", "value", "attention_mask", "dropout", "scaling")  # of every attention function
+
+
 def _described_call(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], implementation: str | None, result: Any
+    args: tuple[Any, ...], kwargs: dict[str, Any], implementation: str | None, result: Any
 ) -> AttentionCall:
-    """A call by the order that all attention functions have: module, query, key, value, mask, and others by name."""
-    signature = inspect.signature(function)
-    bound = signature.bind(*args, **kwargs).arguments
-    module, query, key, value, mask = (bound.pop(name, None) for name in list(signature.parameters)[:5])
-    options: dict[str, Any] = {}
-    for name, value in bound.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            options |= value
-        else:
-            options[name] = value
+    options = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    module, query, key, value, mask = (options.pop(name, None) for name in _ARGUMENTS[:5])
     return AttentionCall(module, query, key, value, mask, options, implementation, result)

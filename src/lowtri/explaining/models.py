@@ -29,6 +29,8 @@ def capture_model(
     model: Any, inputs: Any, *, layer: int, head: int | None, mask: Mask | str | None, batch: int | None
 ) -> Captured:
     """One head of one layer, as the model's attention function receives it: after projections, norms and rotary embedding."""
+    import torch
+
     name = type(model).__name__
     arguments = _arguments(model, inputs, mask)
     call, count = _call_of_layer(model, name, arguments, layer)
@@ -46,7 +48,7 @@ def capture_model(
     captured = Captured(
         {part: x[None] for part, x in arrays.items()},
         name=f"layer {layer} of {name}",
-        dtype=call.query.dtype,
+        dtype=torch.float32 if call.query.dtype == torch.float64 else call.query.dtype,  # in which softmax may run
         output=_own_output(call, row, head, v.shape[-1]),
         tokens=_labels(arguments, row, k.shape[2]),
         rows=rows,
