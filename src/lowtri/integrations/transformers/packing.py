@@ -98,10 +98,7 @@ def read_packing(
         return None if remembered is None else _continued(remembered, length, *tokens)
     if remembered is not None:
         delattr(cache, _REMEMBERED)  # its tokens have been dropped
-    by_hand = (
-        isinstance(named.get("attention_mask"), Tensor) and named["attention_mask"].ndim == 4
-    )  # which says all pairs
-    found, jump = (None, None) if by_hand else _begun_anew(named, *tokens, firsts)
+    found, jump = _begun_anew(named, *tokens, firsts)
     if told is not None:
         if found is not None and bool((found.starts & ~told.starts).any()):
             row, token = np.argwhere(found.starts & ~told.starts)[0].tolist()
@@ -119,6 +116,11 @@ def read_packing(
             stacklevel=2,
         )
     return None if found is None or not found.starts[:, 1:].any() else found
+
+
+def is_table(mask: Any) -> bool:
+    """Whether the attention_mask of a call is a table of pairs that was made by hand."""
+    return isinstance(mask, Tensor) and mask.ndim == 4 and not isinstance(mask, LazyMaskTensor)
 
 
 def remember(cache: Any, packing: Packing) -> None:
@@ -243,8 +245,8 @@ def _begun_anew(
 ) -> tuple[Packing | None, Jump | None]:
     """The documents by position_ids; and the first place where these neither count on nor begin anew."""
     given = named.get("position_ids")
-    if not isinstance(given, Tensor) or given.shape[-1] != n or n < 2:
-        return None, None
+    if not isinstance(given, Tensor) or given.shape[-1] != n or n < 2 or is_table(named.get("attention_mask")):
+        return None, None  # a table says all pairs
     positions = np.asarray(given.cpu())
     if positions.ndim == 3:  # several axes: (text, time, height, width), or three, of which text moves all
         axes = positions[:1] if len(positions) == 4 else positions

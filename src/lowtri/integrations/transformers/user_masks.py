@@ -33,7 +33,7 @@ from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import CallError, EngineError
 from lowtri.generation.slots import row_masks, visible_pair
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
-from lowtri.integrations.transformers.packing import Packing, begins_anew_in_graph, read_packing, remember
+from lowtri.integrations.transformers.packing import Packing, begins_anew_in_graph, is_table, read_packing, remember
 from lowtri.integrations.transformers.sharded import check_sharded, shard_arguments
 from lowtri.masks.formulas import first
 from lowtri.masks.mask import Mask
@@ -84,9 +84,10 @@ class Forward:
         if self.mask is not None or self.context is not None:
             return True
         given = self.named.get("attention_mask")
-        found = given is None and self.packing is not None and self.packing.told_by == "position_ids"
-        by_layers = isinstance(given, torch.Tensor) and given.ndim == 4
-        return self.packing is not None and not by_layers and not (found and not uses_cache(self.model, self.named))
+        if self.packing is None or is_table(given):
+            return False
+        by_transformers = given is None and self.packing.told_by == "position_ids"
+        return not by_transformers or uses_cache(self.model, self.named)
 
     @property
     def crosses(self) -> bool:
