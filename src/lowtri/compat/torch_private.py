@@ -165,6 +165,10 @@ def inside_compiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", None)
 
 
+# (bool tensor, message) -> None: a compiled program raises where it is False. torch.assert raises while the program is traced.
+assert_in_graph = _private("_assert_async")
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
