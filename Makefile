@@ -104,19 +104,18 @@ $(VENV)/made:
 	@$(PYTHON) -m venv $(VENV) || { echo 'Python came without venv: on Debian and Ubuntu, apt install python3-venv'; exit 1; }
 	@touch $@
 
-# Python 3.10 to 3.12, since the oldest Numba knows no later one. glassllm asks for a newer NumPy than reading its arrays needs.
+# Python 3.10 to 3.12, since the oldest Numba knows no later one.
 $(VENV)-floor/installed: pyproject.toml constraints-floor.txt
 	@$(PYTHON) -m venv $(VENV)-floor
-	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,cli,models,transformers]' \
+	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,cli,transformers]' \
 		pytest hypothesis onnx ml_dtypes
-	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --no-deps glassllm==0.1.0
 	@touch $@
 
 $(VENV)/installed-dist: $(VENV)/made
 	@$(BIN)/python -m pip install --quiet build twine ziglang
 	@touch $@
 
-$(VENV)/installed: EXTRAS := demo
+$(VENV)/installed: EXTRAS := all
 $(VENV)/installed-smollm2: EXTRAS := all
 $(VENV)/installed-test: EXTRAS := test
 $(VENV)/installed-lint: EXTRAS := test,lint
