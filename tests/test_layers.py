@@ -34,6 +34,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "dispatch",
     "generation",
     "nn",
+    "pretrained",
     "parallel",
     "training",
     "auditing",

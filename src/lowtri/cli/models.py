@@ -242,27 +242,23 @@ def generate(
     dtype: Annotated[
         str | None, option("float32, bfloat16, float16 or float64.", show_default="as the weights are stored")
     ] = None,
-    weights: Weights = None,
     no_cache: Annotated[bool, option("Recompute the whole prefix for each token.", "--no-cache")] = False,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
     """lowtri generate out/book "Once upon a time"
-    lowtri generate smollm2 --prompt-file question.txt --chat --max-new-tokens 80 --stats --weights float16
+    lowtri generate smollm2 --prompt-file question.txt --chat --max-new-tokens 80 --stats
 
     The prompt and what follows it go to stdout as they come; with --json the new text alone, at the end. A prompt from a
     file or from stdin is UTF-8, and a line break at its end is no part of it.
 
-    MODEL is a folder that lowtri trained, a folder of transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), or a
-    GGUF file of such a model, which is converted once and kept in the user's cache. org/name is downloaded from the
-    Hugging Face hub.
+    MODEL is a folder that transformers or lowtri saved, a GGUF file, or org/name in the cache of the Hugging Face hub. It
+    runs on lowtri's attention; a kind of model that cannot be switched runs on its own, and stderr says so.
     """
     import lowtri
     from lowtri.errors import DataError
-    from lowtri.generation.generate import Pieces
-    from lowtri.nn.chat import chat_text
-    from lowtri.nn.files import encode
+    from lowtri.generation.generate import Pieces, encode
 
     use_threads(threads)
     prompt = _prompt(prompt, prompt_file)
@@ -270,14 +266,20 @@ def generate(
         raise DataError("--stop is empty. Fix: at least one character")
     if any("\udc80" <= letter <= "\udcff" for letter in prompt):
         raise DataError("the prompt is not UTF-8, as this terminal passes it on. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
-    network, tokenizer, folder = load_model(model, dtype=dtype, mask=mask, weights=weights)
-    text_in = chat_text(folder, [{"role": "user", "content": prompt}]) if chat else prompt
-    ids = encode(tokenizer, text_in, add_special_tokens=not chat)
+    network, tokenizer, _ = load_model(model, dtype=dtype, mask=mask)
+    text_in = _chat_text(tokenizer, prompt, model) if chat else prompt
+    try:
+        ids = encode(tokenizer, text_in, add_special_tokens=not chat)
+    except Exception as error:  # the library tokenizers raises no other class
+        raise DataError(
+            f"the tokenizer of {model} cannot read this text: {error!s:.200}.\nFix: another text, or the tokenizer that the "
+            "model was trained with"
+        ) from None
     if not ids:
         raise DataError(
             f"the prompt is empty, and {model} has no token that begins a text. Fix: at least one character"
         )
-    _check_mask(network, len(ids), max_new_tokens)
+    _check_mask(network, mask, ids, max_new_tokens)
     started, times, pieces = time.perf_counter(), [], Pieces(tokenizer, ids)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     tokens = lowtri.generate(network, ids, max_new_tokens, tokenizer=tokenizer, cached=not no_cache, **options)
@@ -307,22 +309,54 @@ def generate(
         raise
     print()
     _note_speed(_figures(times, started, len(ids)), stats)
-    if weights is None and sys.stderr.isatty() and hasattr(network, "quantize"):
-        note("faster, with rounded weights: --weights int8")
 
 
-def _check_mask(network: Any, prompt: int, new: int | None) -> None:
+def _chat_text(tokenizer: Any, prompt: str, name: str) -> str:
+    """What the user says, in the model's chat template, which is a program in jinja2's sandbox and may fail in any way."""
+    from lowtri.errors import DataError
+
+    if tokenizer.chat_template is None:
+        raise DataError(f"{name} has no chat template: the model continues texts.\nFix: leave --chat out")
+    says = [{"role": "user", "content": prompt}]
+    try:
+        return str(tokenizer.apply_chat_template(says, add_generation_prompt=True, tokenize=False))
+    except Exception as error:
+        reason = str(error).splitlines()[:1] or [type(error).__name__]
+        raise DataError(
+            f"the chat template of {name} refuses: {reason[0]:.200}\nFix: leave --chat out, or another template"
+        ) from None
+
+
+def _check_mask(network: Any, given: str | None, ids: list[int], new: int | None) -> None:
     """Raise where the mask shows a position a token that is not generated yet."""
     from lowtri.errors import DataError
     from lowtri.generation.models import context_of
-    from lowtri.masks import first
+    from lowtri.masks import as_mask, first
 
-    end = min(context_of(network) or _FURTHEST, _FURTHEST, prompt + (new or _FURTHEST))
-    if not (network.mask - first(prompt)).is_causal(end):
+    fix = 'Fix: --mask with a causal mask, as "causal & window(64)"; a prefix as long as the prompt may be visible.'
+    mask = getattr(network, "mask", None) if given is None else as_mask(given)
+    if mask is None:
+        if _sees_the_next_token(network, ids[0]):
+            raise DataError(
+                f"generate: {type(network).__name__} sees tokens that are generated later: it cannot write a text.\n{fix}"
+            )
+        return
+    end = min(context_of(network) or _FURTHEST, _FURTHEST, len(ids) + (new or _FURTHEST))
+    if not (mask - first(len(ids))).is_causal(end):
         raise DataError(
-            f"generate: the mask {network.mask!r:.200} shows tokens that are generated later: a model cannot write with it.\n"
-            'Fix: --mask with a causal mask, as "causal & window(64)"; a prefix as long as the prompt may be visible.'
+            f"generate: the mask {mask!r:.200} shows tokens that are generated later: a model cannot write with it.\n{fix}"
         )
+
+
+def _sees_the_next_token(network: Any, token: int) -> bool:
+    """Whether the logits at a token change with the token after it, in a model of transformers whose mask is its own."""
+    import torch
+
+    with torch.inference_mode():
+        pairs = torch.tensor([[token, 0], [token, 1]], device=network.device)
+        one, other = (network(input_ids=pair[None]).logits[0, 0] for pair in pairs)  # (V,)
+    limit = 32 * torch.finfo(one.dtype).eps * float(one.abs().max())
+    return float((one - other).abs().max()) > limit
 
 
 def _prompt(argument: str | None, file: Path | None) -> str:
