@@ -35,7 +35,6 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "generation",
     "nn",
     "parallel",
-    "training",
     "auditing",
     "verifying",
     "explaining",
@@ -55,7 +54,6 @@ MANY_PARAMETERS = {
         "cli/checks.py:audit",
         "cli/learn.py:explain",
         "cli/models.py:generate",
-        "cli/models.py:train",
     ),
     "dispatch/attend.py:attention",
     # Mirrors of other libraries' signatures.
