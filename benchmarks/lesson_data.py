@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import lowtri
-from lowtri.benching.machine import facts
+from lowtri.benching import facts
 from lowtri.files import write_text
 
 ROOT = Path(__file__).parents[1]

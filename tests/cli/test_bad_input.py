@@ -34,10 +34,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["mask", "causal", "--out", "m."], "m. ends in none of .svg, .html, .png, .pdf. Fix: m.svg"),
         (["mask", "heads([causal, full])", "--n", "4", "--head", "5"], "Fix: a row from 0 to 0, a head from 0 to 1."),
         (["mask", "window(-1)"], "window: n is -1, but it must lie in 1 .. 2**62. Fix: n=1."),
-        (["bench", "--quick"], "bench: --quick does not go with the table. Fix: drop --quick; it is for --plot or --never-slower"),
-        (["bench", "--dtype", "bf16"], "bench: --dtype does not go with the table. Fix: drop --dtype; it is for --plot."),
-        (["bench", "--never-slower", "--full"], "bench: --full does not go with --never-slower. Fix: drop --full"),
-        (["bench", "--case", ""], "bench: no case is named by --case ''. Fix: words of forward, causal"),
+        (["bench", "--threads", "100000"], "bench: --threads is 100000, but this process may use"),
     ],
 )  # fmt: skip
 def test_bad_options_name_themselves_and_the_fix(

@@ -14,8 +14,9 @@ import pytest
 
 from corpus import Recipe
 from demo import tour
+from demo.asked import FIGURES, KIN, TIMES
 from demo.stage import DEMO, TOUR, Act, Context, Result, Shown, as_html, main
-from demo.tour import ACTS, KIN, TIMES
+from demo.tour import ACTS
 from lowtri.cli.main import main as lowtri_main
 from why_mask.experiment import Setting, why_mask
 
@@ -129,7 +130,7 @@ def test_the_tour_computes_more_than_the_demo() -> None:
 
 def test_all_paths_lead_to_one_answer(tmp_path: Path) -> None:
     result = tour.paths(Context(tmp_path), n=160)
-    assert len(result.checks) == 10 and all(check.passed for check in result.checks), result.checks
+    assert len(result.checks) == 12 and all(check.passed for check in result.checks), result.checks
     assert "token by token with a cache" in result.text
 
 
@@ -140,7 +141,7 @@ def test_a_cache_keeps_what_later_queries_see(tmp_path: Path) -> None:
 
 
 def test_figures_that_are_not_the_notebooks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tour.FIGURES, "output", [[0.6038, 0.7434], [-0.0062, 0.6074], [3.4989, 2.2427]])
+    monkeypatch.setitem(FIGURES, "output", [[0.6038, 0.7434], [-0.0062, 0.6074], [3.4989, 2.2427]])
     assert not tour.steps(Context(tmp_path)).checks[0].passed
 
 
@@ -171,7 +172,7 @@ def test_the_acts_that_look_at_trained_models(tmp_path: Path) -> None:
 def test_the_act_about_transformers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     context = Context(tmp_path, replace(TOUR, setting=TINY), train=partial(why_mask, texts=RHYME))
     result = tour.transformers_act(context)
-    assert len(result.checks) == 9 and all(check.passed for check in result.checks), result.checks
+    assert len(result.checks) == 14 and all(check.passed for check in result.checks), result.checks
     assert result.checks[3].text == "audited with lowtri's attention: no leak found"
     assert "LlamaForCausalLM" in result.text and "BART" in result.text
     assert all((tmp_path / name).stat().st_size for name in result.files)

@@ -12,12 +12,12 @@ import build_kernels
 import numpy as np
 import pytest
 import torch
+from attention_cases import draw
 from build_kernels import Job
 
 import lowtri
-from attention_cases import draw
+from lowtri import benching
 from lowtri.backends.cpu import launch
-from lowtri.benching import ceilings
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.kernels import library, target
 from lowtri.kernels.target import ISA
@@ -46,8 +46,8 @@ def measured(job: Job) -> list[bytes]:
     """The results of the kernels that measure the CPU."""
     if job.function == "read":
         numbers = np.random.default_rng(0).standard_normal(2**15, np.float32)
-        return [np.float32(ceilings.read(numbers.ctypes.data, numbers.nbytes, 1)).tobytes()]
-    return [ceilings.multiply(1, job.spec.operand == "pairs", repeats=3).tobytes()]
+        return [np.float32(benching.read(numbers.ctypes.data, numbers.nbytes, 1)).tobytes()]
+    return [benching.multiply(1, job.spec.operand == "pairs", repeats=3).tobytes()]
 
 
 def same_bits(symbol: str, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -56,13 +56,14 @@ def same_bits(symbol: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     only = [x for x in target.VARIANTS if job.spec and x.spec.name == job.spec.name]
     if only:
         monkeypatch.setattr(target, "VARIANTS", only)
-    for code in (library.code(symbol), build_kernels.compiled(*build_kernels.function_of(job))):
+    code_in_library = library.code
+    for code in (code_in_library(symbol), build_kernels.compiled(*build_kernels.function_of(job))):
 
         def code_of(name: str, code: library.Code = code) -> library.Code:
             called.append(name)
-            return code if name == symbol else library.code(name)
+            return code if name == symbol else code_in_library(name)
 
-        for module in (launch, ceilings):
+        for module in (launch, library):
             monkeypatch.setattr(module, "code", code_of)
         PREPARED.clear()
         results.append((measured if job.function in ("read", "multiply") else attended)(job))
