@@ -69,14 +69,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def os_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind a library's exception: in its chain, quoted in its message, or of one of torch's ranks."""
+    """The operating system's error behind a library's exception: in its chain, or quoted in its message."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error
         if quoted := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors and tokenizers are written in Rust
             return OSError(number := int(quoted[1]), os.strerror(number))
-        for failure in getattr(error, "failures", {}).values():  # of torch's CheckpointException, by rank
-            if reason := os_error(failure[0]):
-                return reason
         error = error.__cause__ or error.__context__
     return None
