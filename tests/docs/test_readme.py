@@ -72,6 +72,7 @@ def test_the_table_of_packages_is_complete() -> None:
     source = ROOT / "src" / "lowtri"
     packages = {path.name for path in source.iterdir() if any(path.glob("*.py"))} | {
         "assets",
+        "benching",
         "errors",
         "extras",
         "files",

@@ -17,7 +17,6 @@ import torch
 from experiments import experiment
 
 import lowtri
-from lowtri.training.corpus import Document
 from why_mask.consequences import as_text, draw
 from why_mask.experiment import SHORT, Experiment, why_mask
 from why_mask.modes import all_at_once, prefix_anew, with_a_cache
@@ -87,12 +86,12 @@ def test_known_words_and_their_order() -> None:
 
 def test_a_text_that_is_too_short() -> None:
     with pytest.raises(lowtri.DataError, match="the text has 5 tokens, and one row takes 65"):
-        why_mask(SHORT, documents=[Document("short", "abc")])
-    apart = [Document(str(i), "x" * 20) for i in range(40)]
+        why_mask(SHORT, texts=["abc"])
+    apart = ["x" * 20] * 40
     with pytest.raises(
         lowtri.DataError, match=r"no row of 64 tokens .* within one document.\nFix: more text, or a smaller"
     ):
-        why_mask(SHORT, documents=apart)
+        why_mask(SHORT, texts=apart)
 
 
 @pytest.mark.sweep

@@ -217,6 +217,16 @@ def test_tables_of_other_sizes_are_rejected() -> None:
         attend(Layer(), *qkv(), make_mask(2, 5, 6))
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 5, 7), (2, 3, 5, 7), (3, 1, 1, 7)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_tables_of_other_rows_or_heads_are_rejected_also_where_all_are_equal(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Equal rows are read as one; that there are too many of them is an error all the same, as with torch's attention."""
+    with pytest.raises(CallError, match=r"attention_mask is \(., ., ., 7\), but the layer has 2 rows and 4 heads: exp"):
+        attend(Layer(), *qkv(), torch.ones(shape, dtype=dtype))
+
+
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", "my|kernel"])
 def test_names_of_transformers_are_rejected(name: str) -> None:
     with pytest.raises(

@@ -228,3 +228,17 @@ def test_sinusoidal_is_the_formula(d):
 def test_sinusoidal_refuses_sizes_below_1():
     with pytest.raises(CallError, match="n is 3 and d is 0"):
         sinusoidal(3, 0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_projections_give_the_same_output(bias: bool) -> None:
+    torch.manual_seed(0)
+    attend, x = MultiHeadAttention(16, 4, num_kv_heads=2, bias=bias), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        expected = attend(x)
+        attend.fuse_projections()
+        attend.fuse_projections()  # once is enough
+        assert attend.qkv_proj is not None and attend.qkv_proj.out_features == 32
+        torch.testing.assert_close(attend(x), expected, rtol=0, atol=16 * 1.2e-7 * float(expected.abs().max()))
+    with pytest.raises(CallError, match=r"got a context, but its projections are joined.*\nFix: leave out fuse_proj"):
+        attend(torch.randn(2, 16), torch.randn(3, 16))

@@ -283,7 +283,8 @@ def keep_top_p(logits: NDArray[np.floating], p: float) -> NDArray[np.floating]:
 
 def softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
     """Probabilities (V,), float64, computed stably."""
-    weights = np.exp(np.asarray(logits, np.float64) - logits.max())
+    with np.errstate(under="ignore"):  # a probability too small for a float is 0
+        weights = np.exp(np.asarray(logits, np.float64) - logits.max())
     return weights / weights.sum()
 
 
