@@ -9,13 +9,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from attention_cases import near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from onnx.backend.test.case.node import _NodeTestCases as NODE_CASES
 from onnx.reference import ReferenceEvaluator
-
-from attention_cases import near
 from onnx_operator import Outputs, attention
 
 NAMES = {"float32": "FLOAT", "float16": "FLOAT16", "float64": "DOUBLE", "bfloat16": "BFLOAT16"}  # as ONNX calls them

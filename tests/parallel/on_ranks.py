@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import ranks
 import torch
 import torch.distributed as dist
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -164,8 +165,23 @@ def inside_compiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", None)
 
 
+# (bool tensor, message) -> None: a compiled program raises where it is False. torch.assert raises while the program is traced.
+assert_in_graph = _private("_assert_async")
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def without_compiled_programs() -> AbstractContextManager[object]:
+    """Calls of compiled modules run their own code, so that hooks and replaced functions are met.
+
+    ``torch.compiler.set_stance`` loads the compiler, which takes a second; where nothing has loaded it, nothing is compiled.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def outside_graph(function: Callable[P, R], reason: str = "") -> Callable[P, R]:
