@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --
 FLOOR_TESTS := tests/compat tests/masks tests/ops tests/kernels tests/dispatch tests/nn --ignore tests/dispatch/test_programs.py
 
 .NOTPARALLEL:
-.PHONY: help demo tour lesson test sweeps test-all test-floor test-arm lint docs dist dist-all smollm2 whisper clean
+.PHONY: help demo tour lesson test sweeps test-all test-floor test-arm bench lint docs dist dist-all smollm2 whisper clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
@@ -28,6 +28,8 @@ help:
 	@echo 'make test-all  both'
 	@echo 'make test-floor  the tests of attention and models on the oldest supported versions, in $(VENV)-floor'
 	@echo 'make test-arm  the tests of kernels and models on 64-bit ARM, emulated unless this machine is one'
+	@echo 'make bench     how fast attention is here: the table of README.md, then calls that are slower than torch;'
+	@echo "               ARGS='--quick' for the second part in seconds"
 	@echo 'make lint      ruff and mypy'
 	@echo 'make docs      the documentation as a site in site/: python -m http.server -d site'
 	@echo 'make dist      sdist and wheel in dist/, built and checked'
@@ -60,6 +62,11 @@ test-floor: $(VENV)-floor/installed
 # Resumable: what has passed with the same sources is not repeated. It needs no rights and installs nothing outside of build/arm.
 test-arm: $(VENV)/installed-test $(VENV)/installed-dist
 	$(BIN)/python tools/arm.py
+
+# The second part takes some minutes, and ends with an error where a call is slower.
+bench: $(VENV)/installed-test
+	$(BIN)/lowtri bench
+	$(BIN)/python benchmarks/never_slower.py $(ARGS)
 
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check

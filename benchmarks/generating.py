@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lowtri.benching.machine import facts
+from lowtri.benching import facts
 from lowtri.nn.gguf import converted
 from lowtri.nn.names import PACKAGED
 

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 import lowtri
-from lowtri.benching.machine import facts
+from lowtri.benching import facts
 from lowtri.files import write_text
 from lowtri.nn import Decoder
 

@@ -75,7 +75,7 @@ WITHOUT_TORCH = """
 import lowtri
 
 lines = ["lowtri.nn", "lowtri.verify", "lowtri.plain", "import lowtri.nn"]
-lines += [f"import lowtri.integrations.{name}" for name in ("flex", "flash_attn", "torch", "transformers", "jax")]
+lines += [f"import lowtri.integrations.{name}" for name in ("flex", "flash_attn", "torch", "transformers")]
 lines += [f"lowtri.audit(lambda x: x, [[1.0, 2.0]], {option}=True)" for option in ("redraw", "compile")]
 for line in lines:
     try:
@@ -86,16 +86,15 @@ for line in lines:
 
 
 def test_what_needs_torch_says_so() -> None:
-    done = run(WITHOUT_TORCH, without=("torch", "transformers", "jax"))
+    done = run(WITHOUT_TORCH, without=("torch", "transformers"))
     names = ["lowtri.nn", "lowtri.verify", "lowtri.plain", "lowtri.nn"]
     names += [f"lowtri.integrations.{name}" for name in ("flex", "flash_attn", "torch")]
     fix = "Fix: pip install 'lowtri[torch]'"
     said = [f"ExtraError {n} needs torch, which is not installed.\n{fix}\n" for n in names]
-    for name in ("transformers", "jax"):
-        said.append(
-            f"ExtraError lowtri.integrations.{name} needs torch and {name}, which are not installed.\n"
-            f"Fix: pip install 'lowtri[torch,{name}]'\n"
-        )
+    said.append(
+        "ExtraError lowtri.integrations.transformers needs torch and transformers, which are not installed.\n"
+        "Fix: pip install 'lowtri[torch,transformers]'\n"
+    )
     said += [f"ExtraError audit: {n}= needs torch, which is not installed.\n{fix}\n" for n in ("redraw", "compile")]
     assert done.stdout == "".join(said), done.stderr
 

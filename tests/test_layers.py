@@ -40,6 +40,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "verifying",
     "explaining",
     "benching",
+    "doctor",
     "integrations",
     "lesson",
     "cli",

@@ -23,7 +23,10 @@ OUTSIDE = {  # page of the site -> file of the repository
     "CHANGELOG.md": "CHANGELOG.md",
     "SECURITY.md": "SECURITY.md",
     "benchmarks/transformers_models.md": "benchmarks/transformers_models.md",
-    "dev/LOG.md": "dev/LOG.md",
+    "dev/decisions/README.md": "dev/decisions/README.md",
+}
+OUTSIDE |= {
+    f"dev/decisions/{path.name}": f"dev/decisions/{path.name}" for path in (ROOT / "dev/decisions").glob("0*.md")
 }
 SHOWN = {**{source: page for page, source in OUTSIDE.items()}, "examples/leaks/README.md": "gallery.md"}  # file -> page
 LESSONS = "<!-- the lesson's pages -->"  # in docs/lesson.md, since only the site has these pages

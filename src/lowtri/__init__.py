@@ -21,7 +21,8 @@ The packages, in reading order; a package imports only packages above it:
     auditing      the audit: whether a model depends on what its mask hides
     verifying     compares any attention function with the definition; names well-known mistakes
     explaining    every step of attention, with numbers
-    benching      benchmarks against torch and the CPU's own limits
+    benching      the timer, the limits of the CPU, and attention's speed beside torch's
+    doctor        what this machine has, and what is missing
     integrations  transformers, torch.nn, FlexAttention, flash-attn, JAX
     lesson        masked self-attention as an interactive page, in four languages
     cli           the command `lowtri`, a function per verb

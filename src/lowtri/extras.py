@@ -21,7 +21,6 @@ EXTRAS = {  # package -> the extra that installs it
     "jinja2": "transformers",
     "transformers": "transformers",
     "matplotlib": "plot",
-    "jax": "jax",
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lowtri.nn.checkpoint import save
 
 import lowtri
 from lowtri.auditing.audit import progress_line
@@ -18,7 +19,6 @@ from lowtri.auditing.loading import load_target
 from lowtri.auditing.report import cells, draw_text
 from lowtri.cli.main import main
 from lowtri.errors import DataError
-from lowtri.nn.checkpoint import save
 
 LEAKS = Path(__file__).parents[2] / "examples" / "leaks"
 SPACE = "{http://www.w3.org/2000/svg}"

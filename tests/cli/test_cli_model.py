@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from hostile_files import gguf_file
+from lowtri.nn.checkpoint import load
+from lowtri.nn.gguf import converted
 
 import lowtri
-from hostile_files import gguf_file
 from lowtri.cli.main import main
 from lowtri.cli.models import _until
 from lowtri.errors import DataError
 from lowtri.nn import Decoder, DecoderConfig
-from lowtri.nn.checkpoint import load
-from lowtri.nn.gguf import converted
 from lowtri.training.evaluate import evaluate
 
 TEXT = "".join(

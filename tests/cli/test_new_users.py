@@ -125,8 +125,9 @@ def test_an_empty_prompt_begins_a_text_where_the_tokenizer_can(book: Path, tmp_p
 
 def test_thai_never_ends_in_half_a_character(book: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary of bytes: a Thai letter is three tokens."""
-    import lowtri
     from lowtri.nn.files import load_tokenizer
+
+    import lowtri
 
     ids = load_tokenizer(book).encode("สวัสดี", add_special_tokens=False).ids  # type: ignore[union-attr]
     assert len(ids) == 18

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import double_double as two
 import numpy as np
 import pytest
 import torch
-
-import double_double as two
-import lowtri
 from attention_cases import DTYPES, ENGINES, EPS, able, draw, near, pair_by_pair, wide, with_gradients
+
+import lowtri
 from lowtri import attention, causal, documents, first, full, heads, window
 from lowtri.backends import formula as tiles
 from lowtri.dispatch.prepared import PREPARED

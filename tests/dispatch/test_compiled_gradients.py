@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import DTYPES, EPS, draw
 
 import lowtri
-from attention_cases import DTYPES, EPS, draw
 from lowtri import backends
 from lowtri.backends import GradientSource, Prepared, cpu
 from lowtri.dispatch.prepared import PREPARED, prepared_call

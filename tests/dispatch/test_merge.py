@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attention_cases import able, draw, near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 import lowtri
-from attention_cases import able, draw, near
 from lowtri import CallError, attention, merge
 
 MASK = lowtri.mask("causal & (window(4) | first(1))")

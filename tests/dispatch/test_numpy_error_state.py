@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attention_cases import able
 
 import lowtri
-from attention_cases import able
 
 
 @pytest.fixture(autouse=True)

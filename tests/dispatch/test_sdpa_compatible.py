@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from attention_cases import near
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import lowtri
-from attention_cases import near
 from lowtri import CallError
 from lowtri import scaled_dot_product_attention as ours
 

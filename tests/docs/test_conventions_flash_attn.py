@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from flash_reference import attend, batch, visible
 from torch import Tensor
 
 import lowtri
-from flash_reference import attend, batch, visible
 from lowtri.errors import CallError
 from lowtri.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from lowtri.integrations.flash_attn.bert_padding import unpad_input

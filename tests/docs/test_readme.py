@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import lowtri
-from demo.tour import KIN, TIMES
 from lowtri.cli.main import VERBS, main
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +72,7 @@ def test_the_table_of_packages_is_complete() -> None:
     source = ROOT / "src" / "lowtri"
     packages = {path.name for path in source.iterdir() if any(path.glob("*.py"))} | {
         "assets",
+        "benching",
         "errors",
         "extras",
         "files",
@@ -94,14 +94,3 @@ def test_every_claim_names_an_existing_test_or_a_command() -> None:
         named = re.findall(r"`(test_\w+)`", source)
         assert named or "`lowtri " in source or "`python " in source, row
         assert all(f"def {name}(" in tests for name in named), named
-
-
-def test_the_two_tables_are_those_of_the_demo() -> None:
-    for title, columns, rows in (TIMES, KIN):
-        lines = ["", *columns], ["---"] * 3, *rows
-        assert "\n".join([f"### {title}", "", *(_row(cells) for cells in lines)]) in CLAIMS
-
-
-def _row(cells: Any) -> str:
-    cells = list(cells)
-    return "|---|---|---|" if cells == ["---"] * 3 else f"| {' | '.join(cells)} |".replace("|  |", "| |")

@@ -515,9 +515,8 @@ def test_html_is_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], decoder: Decoder) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     from lowtri.nn.checkpoint import save
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))

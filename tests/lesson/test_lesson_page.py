@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lowtri.nn.names import PACKAGED
 
 import lowtri
 from lowtri.cli.main import main
 from lowtri.lesson import numbers
 from lowtri.lesson.languages import LANGUAGES, assets, markup, texts
 from lowtri.lesson.page import file_name, lesson_page, programs, write_lesson
-from lowtri.nn.names import PACKAGED
 
 SECTIONS = (
     *(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from lowtri.nn.checkpoint import load
 from torch import nn
 
 import loss_curve
@@ -22,7 +23,6 @@ import lowtri
 from lowtri.cli.main import main
 from lowtri.errors import CallError, DataError, MaskError
 from lowtri.nn import Decoder, DecoderConfig
-from lowtri.nn.checkpoint import load
 from lowtri.training import run as runs
 from lowtri.training.corpus import Packed, Recipe
 from lowtri.training.lock import only_training

@@ -1,7 +1,7 @@
 """The trial of caches, in which every way to decode must equal the whole forward pass, and that of state kept between calls.
 
-Models with `make_cache(batch)` and `model(ids, cache=...)` are recognised, and those with `model(ids, past_key_values=...)` as
-transformers has it. Others need `step(state, x) -> (output, state)`, where x is one position, ids (B,) or vectors (B, D), or any
+Models with `make_cache(batch)` and `model(ids, cache=...)` are recognised, and those that take and return their cache as transformers
+has it. Others need `step(state, x) -> (output, state)`, where x is one position, ids (B,) or vectors (B, D), or any
 number of them, (B, n) or (B, n, D).
 """
 
@@ -19,13 +19,13 @@ import numpy as np
 
 from lowtri.auditing.conditions import extended
 from lowtri.auditing.context import Context, Difference, Run, compare, describe_difference, movement
-from lowtri.auditing.system import Bools, Inputs, Rows, System, first_line, without_gradients
+from lowtri.auditing.system import Bools, Inputs, Rows, System, first_line, parameters, without_gradients
 from lowtri.auditing.trial import Case, Cases, Finding, Leak, Skipped, Summary, describe_movement, trial
 from lowtri.auditing.trials import pad_keyword
+from lowtri.compat.model_caches import cache_argument, cache_of, crop_cache, needs_whole_mask
 from lowtri.compat.transformers_private import is_stateful
 from lowtri.generation.models import stepwise_cache
 
-_CACHES = ("past_key_values", "cache_params", "state", "mems")
 _DRAFT = 2  # tokens that are appended and cropped again
 
 
@@ -74,7 +74,7 @@ def _decoder(context: Context) -> Decoder | None:
             return None
         slices = not is_stateful(model)
         return Decoder(past, slices, crops=slices, masked=True, pads_in_prompt=True)
-    if system.accepts("past_key_values") and system.accepts("use_cache"):
+    if cache_argument(parameters(model), model) is not None and system.accepts("use_cache"):
         return Decoder(past, True, crops=True, masked=True)
     return None
 
@@ -132,32 +132,21 @@ def _with_own_cache(context: Context, batch: int) -> tuple[Append, Crop]:
 
 def _with_past(context: Context, batch: int) -> tuple[Append, Crop]:
     system, cache = context.system, dict[str, Any]()
+    unnamed = cache_argument(parameters(system.model), system.model) or "past_key_values"
 
     def append(inputs: Inputs, start: int, stop: int) -> Rows:
         nonlocal cache
-        # A cache of keys needs the padding mask of all tokens so far; a recurrent state that of the new ones.
-        whole = () if cache and "past_key_values" not in cache else (pad_keyword(context),)
+        of_new_tokens = any(not needs_whole_mask(kept, name) for name, kept in cache.items())
+        whole = () if of_new_tokens else (pad_keyword(context),)
         part = inputs.at(np.arange(start, stop), np.arange(stop), whole).having({"use_cache": True, **cache})
         answer = system.answer(part)
-        cache = _cache_of(answer)
+        found = cache_of(answer)
+        if found is None:
+            raise LookupError("the model returned no cache")
+        cache = {found[0] or unnamed: found[1]}
         return system.rows(answer, part)
 
-    def crop(start: int, end: int) -> None:
-        kept = next(iter(cache.values()))
-        # transformers counts what to remove, below zero; others say how many stay.
-        kept.crop(start - end if hasattr(kept, "get_seq_length") else start)
-
-    return append, crop
-
-
-def _cache_of(answer: Any) -> dict[str, Any]:
-    for name in _CACHES:
-        value = answer.get(name) if isinstance(answer, dict) else getattr(answer, name, None)
-        if value is not None:
-            return {name: value}
-    if isinstance(answer, (tuple, list)) and len(answer) > 1 and answer[1] is not None:
-        return {"past_key_values": answer[1]}
-    raise LookupError("the model returned no cache")
+    return append, lambda start, end: crop_cache(next(iter(cache.values())), start, end)
 
 
 @trial(

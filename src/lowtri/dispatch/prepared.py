@@ -24,6 +24,7 @@ from lowtri.masks.tile import POSITION_MAX
 from lowtri.ops.arguments import arrange, available_threads, describe, whole_strides
 from lowtri.ops.call import FEW_QUERIES, Call, CallOptions, Inputs, Positions, Result
 from lowtri.ops.distance_bias import DistanceBias
+from lowtri.system import after_fork
 
 _UNCHANGED = nullcontext()
 _MOST_KEPT = 2**20  # bytes of a table of visible keys that the newest call keeps
@@ -408,8 +409,14 @@ class CallCache:
             self._calls.clear()
             self._newest, self._bytes = None, 0
 
+    def after_fork(self) -> None:
+        """Begin anew in a child process: a thread of the parent may have stood inside of a change, with the lock."""
+        self._lock = Lock()
+        self.clear()
+
     def __len__(self) -> int:
         return len(self._calls)
 
 
 PREPARED = CallCache()
+after_fork(PREPARED.after_fork)

@@ -85,7 +85,7 @@ def generate(
 
     Args:
         model: lowtri's decoder, a causal model of transformers, or any callable from ids (B, N) to logits (B, N, V). If the model
-            has a cache (``make_cache``, ``past_key_values``), it is used. A callable that is not a torch module gets
+            has a cache (``make_cache``, or transformers' ``cache``), it is used. A callable that is not a torch module gets
             tensors if the prompt is a tensor, otherwise NumPy arrays.
         prompt: ids (a list, array or tensor) or text; for a batch, several prompts of any lengths.
         max_new_tokens: the limit for each row; None: generate until a stop token or the end of the context.

@@ -1,6 +1,6 @@
 """Gives every language model one interface: new tokens of each row in, next-token logits of each row out.
 
-    model(input_ids=..., past_key_values=...)  a causal language model of transformers
+    model(input_ids=..., cache=...)            a causal language model of transformers (before 5.24 past_key_values, cache_params)
     model(ids, positions=..., cache=...)       lowtri's models, anything with make_cache(batch_size)
     model(ids, positions=...)                  without a cache: the whole row at every step
     model(ids)                                 any callable; rows of equal length form one batch
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.compat.model_caches import cache_argument, cache_of, needs_whole_mask
 from lowtri.errors import CallError
 
 Rows: TypeAlias = Sequence[Sequence[int]]  # new tokens of each row; none where a row has ended
@@ -49,7 +50,8 @@ class NextLogits:
 
     def __init__(self, model: Any, rows: int, *, cached: bool, torch_ids: bool) -> None:
         self.model, self._names = model, _parameters(model)
-        self._of_transformers = "past_key_values" in self._names
+        self._cache_name = cache_argument(self._names, model)
+        self._of_transformers = self._cache_name is not None
         if self._of_transformers and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise CallError(
                 f"generate: {type(model).__name__} is an encoder-decoder, which needs an input besides the prompt.\n"
@@ -66,6 +68,7 @@ class NextLogits:
         self._rows: list[list[int]] = [[] for _ in range(rows)]  # without a cache: all tokens
         self._lengths = np.zeros(rows, np.int64)  # (B,) of what the cache holds
         self._valid = np.zeros((rows, 0), np.int64)  # (B, tokens in transformers' cache), 1 = real
+        self._mask_is_whole = True  # whether the model takes the padding mask of all tokens so far, or of the new ones
 
     def __call__(self, new: Rows) -> Logits:
         if self._cached:
@@ -99,6 +102,8 @@ class NextLogits:
         if not self._of_transformers:
             differ = positions[0, 0] < 0 or (positions != positions[:1]).any()
             return self._run(ids, positions=positions if differ else None)
+        if self._cached and not self._mask_is_whole:
+            valid = valid[:, -n:]
         options = {
             "attention_mask": _tensor(valid, self.model),
             "position_ids": _tensor(np.maximum(positions, 0), self.model),
@@ -113,8 +118,20 @@ class NextLogits:
                 return _last(self.model(given, **options, **self._options), ids.shape)
             out = self.model(input_ids=given, **options, **self._options)
         if self._cached:
-            self._options["past_key_values"] = out.past_key_values
+            self._keep(out)
         return _last(out, ids.shape)
+
+    def _keep(self, out: Any) -> None:
+        """Keep the cache that a model of transformers returns, for its next call."""
+        found = cache_of(out)
+        if found is None:
+            raise CallError(
+                f"generate: {type(self.model).__name__} takes {self._cache_name}, but returned no cache for use_cache=True.\n"
+                "Fix: cached=False, which computes the whole row for each token."
+            )
+        name, cache = found
+        self._options[str(self._cache_name)] = cache
+        self._mask_is_whole = needs_whole_mask(cache, name)
 
 
 def _parameters(model: Any) -> frozenset[str]:

@@ -1,8 +1,6 @@
 """Adapters to other libraries.
 
 torch                   switch: nn.MultiheadAttention, in the layers of nn.Transformer or elsewhere, on lowtri's engines
-x_transformers          the Attend module of x-transformers, which the same switch reaches
-jax                     attention on JAX arrays, and jax.nn.dot_product_attention; eager and under jit, with gradients
 transformers            attn_implementation="lowtri" for the models of the transformers library: register, switch, use
 dense_mask              tables of pairs, boolean or additive, as masks and biases; where queries and keys stand
 function_mask           mask functions of other libraries as masks, with tile answers from their graphs

@@ -48,6 +48,7 @@ class LazyMask:
     nk: int
     remake: Callable[[], Tensor | None] | None = field(default=None, repr=False)  # for the forward that then runs
     context: Any = field(default=None, repr=False)  # a ContextParallel, which then has the positions
+    packed: bool = field(default=False, repr=False)  # whether the documents that the call says are in it
 
     @cached_property
     def positions(self) -> dict[str, NDArray[np.int64]]:
@@ -80,6 +81,10 @@ class LazyMask:
         if high - low == self.nk or _all_hidden(mask, q0, q1, low, high):
             return self
         return replace(self, k0=low, nk=high - low)
+
+    def joined(self, mask: Mask) -> LazyMask:
+        """This mask and another."""
+        return replace(self, mask=join(self.mask, mask), remake=None)
 
     def rows(self, start: int, stop: int) -> LazyMask:
         """The queries ``start .. stop`` alone (indices)."""

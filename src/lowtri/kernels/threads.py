@@ -8,7 +8,6 @@ torch operation, and other threads would have to share cores with them. An inter
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -17,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.kernels.library import Code
+from lowtri.system import after_fork
 
 _forked = False
 
 
-def _after_fork() -> None:
+def _one_thread_after_fork() -> None:
     # An OpenMP team does not survive a fork (torch's own operations hang there, too): a child process uses one thread.
     global _forked
     _forked = True
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_one_thread_after_fork)
 
 
 @cache

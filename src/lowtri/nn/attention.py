@@ -29,7 +29,6 @@ from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.nn.config import DecoderConfig, GPT2Config, head_size
 from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
-from lowtri.nn.quantized import fuse_linears
 
 
 class Cache(Protocol):
@@ -395,3 +394,14 @@ class _SwiGLU(nn.Module):
         if self.gate_up_proj is None:
             self.gate_up_proj = fuse_linears(self.gate_proj, self.up_proj)
             del self.gate_proj, self.up_proj
+
+
+def fuse_linears(*layers: nn.Linear) -> nn.Linear:
+    """One layer whose outputs are those of the layers, one after the other; it has no gradients."""
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    weight = torch.cat([layer.weight.detach() for layer in layers])  # (sum of out, in)
+    result = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    result.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        result.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
+    return result

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtri.compat.model_caches import is_ordinary
 from lowtri.compat.torch_private import outside_graph
 from lowtri.compat.transformers_private import collects_attentions
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import LazyMask, read_dense_mask, read_table, top_left_positions
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.packing import documents_in_graph, documents_of_layer
 from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
@@ -28,6 +30,8 @@ _warned: set[str] = set()
 
 # Arguments of some models that lowtri's attention does not support; None is accepted.
 _UNSUPPORTED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
+# What continuous batching passes on to the layers, where its keys lie: in the cache itself, or (since transformers 5.24) in these.
+_PAGED = ("read_index", "write_index", "block_table", "k_cache", "v_cache")
 _NO_OPERATOR = "dropout, weights, chosen keys, or a mask that was made outside of the program"
 
 
@@ -95,6 +99,7 @@ def attend(
     positions: dict[str, Any] = {}
     if not traced:
         lazy, bias = _lazy_mask(attention_mask, causal_layer, query, nk)
+        lazy = documents_of_layer(lazy, others)
         if lazy.context is not None:
             rejected = {"dropout": dropout or None, "position_bias": position_bias, "sinks of single queries": sinks}
             rejected |= {"indices": indices, "block_indices": block_indices, "output_attentions": weighted or None}
@@ -107,6 +112,9 @@ def attend(
             bias, position_bias = (x if x is None or x.shape[-1] == 1 else x[..., cut] for x in (bias, position_bias))
             lazy = lazy.trimmed
         mask, positions = lazy.mask, lazy.positions
+    elif (packed := documents_in_graph(others, query.shape[0], nq)) is not None:
+        table = _joined_in_graph(packed, attention_mask, causal_layer, nk)
+        mask, bias, positions = read_table(table, nq, nk, query.dtype)
     elif attention_mask is not None:
         mask, bias, positions = read_table(attention_mask, nq, nk, query.dtype)
     else:
@@ -158,6 +166,20 @@ def _check_rows_and_heads(mask: Tensor | None, query: Tensor) -> None:
         )
 
 
+def _joined_in_graph(documents: Tensor, mask: Tensor | None, causal_layer: bool, nk: int) -> Tensor:
+    """The table of documents (B, 1, N, N) and the mask of a layer, while a program is traced."""
+    if documents.shape[-1] != nk:
+        raise CallError(
+            f"transformers: got the documents of {documents.shape[-1]} tokens and {nk} keys in a compiled program.\n"
+            "Fix: use_cache=False; or no torch.compile, where caches remember documents."
+        )
+    if mask is None:
+        return documents.tril() if causal_layer else documents
+    if mask.dtype == torch.bool:
+        return documents & mask
+    return torch.where(documents, mask, torch.finfo(mask.dtype).min)
+
+
 def _lazy_mask(mask: Tensor | None, causal_layer: bool, query: Tensor, nk: int) -> tuple[LazyMask, Tensor | None]:
     """The mask of a layer and the bias in it."""
     nq = query.shape[-2]
@@ -191,7 +213,8 @@ def _chosen_keys(
 
 def _reject_unsupported(cache: Any, others: dict[str, Any]) -> None:
     """Reject arguments that would have to be ignored."""
-    if cache is not None:
+    paged = any(others.get(name) is not None for name in _PAGED)
+    if paged or (cache is not None and not is_ordinary(cache)):
         raise CallError(
             "transformers: got a paged cache (continuous batching), which lowtri's attention does not read.\n"
             'Fix: attn_implementation="sdpa" for continuous batching, or model.generate.'

@@ -26,6 +26,7 @@ from lowtri.errors import CallError, MaskError
 from lowtri.integrations.dense_mask import LazyMask, join
 from lowtri.integrations.function_mask import FunctionMask, trace
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.packing import within_documents
 from lowtri.integrations.transformers.sharded import mask_of_plan
 from lowtri.integrations.transformers.user_masks import check_cache, current_forward
 from lowtri.masks.array_masks import Keys
@@ -69,7 +70,7 @@ def make_mask(
     """
     numbers = getattr(config, "model_type", None) in _NEED_ADDITIVE
     forward = None if torch.compiler.is_compiling() else current_forward(config)
-    if numbers and forward is not None:
+    if numbers and forward is not None and forward.required:
         raise CallError(f"transformers: {config.model_type} writes numbers into its mask. Fix: attention_mask=None.")
     if numbers or torch.compiler.is_compiling():  # a compiled program cannot hold a lazy mask
         from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
@@ -82,24 +83,37 @@ def make_mask(
         return make(batch_size, *sizes, function, attention_mask, use_vmap=use_vmap, device=device)
     q0, k0 = int(q_offset), int(kv_offset)
     pattern, context = None, None if forward is None else forward.context
+    packing, places = None, None
     if forward is not None:
         forward.made_mask, pattern = True, forward.mask
+        end = max(q0 + q_length, k0 + kv_length) + 1
+        packing = (
+            None if forward.crosses and _is_known(mask_function, "bidirectional_mask_function") else forward.packing
+        )
+        places = None if packing is None else packing.places(end)
         if pattern is not None and context is None:
-            pattern = _from_first_tokens(pattern, attention_mask, max(q0 + q_length, k0 + kv_length) + 1)
-            pattern = check_cache(pattern, q0, q_length, k0, kv_length)
+            if places is not None:
+                pattern = _at_places(pattern, places)
+            else:
+                pattern = _from_first_tokens(pattern, attention_mask, end)
+            pattern = within_documents(pattern, packing)
+            pattern = check_cache(pattern, q0, q_length, k0, kv_length, forward.cache_argument)
             if forward.in_generate_without_cache:
                 with suppress(MaskError):  # a table may end here
-                    check_cache(pattern, q_length, 1, 0, q_length + 1)
+                    check_cache(pattern, q_length, 1, 0, q_length + 1, forward.cache_argument)
     if mask_function is None:
         mask = causal() if pattern is None else pattern
     else:
-        mask = read_function(mask_function, batch_size, use_vmap, str(device), pattern)
+        reading = Reading(batch_size, use_vmap, str(device), pattern, forward is not None and context is None, places)
+        mask = _mask_of(mask_function, reading)
+    mask = within_documents(mask, packing)
     if context is not None:
         mask = mask_of_plan(mask, context.plan)
     elif attention_mask is not None:
         mask = join(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
-    remake = partial(make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask, use_vmap)
-    lazy = LazyMask(mask, q0, q_length, k0, kv_length, partial(remake, device, dtype, config), context)
+    remake = partial(make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask)
+    remake = partial(remake, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
+    lazy = LazyMask(mask, q0, q_length, k0, kv_length, remake, context, packed=forward is not None)
     return LazyMaskTensor(lazy, (batch_size, (*mask.batch, 1, 1)[1], q_length, kv_length), device)
 
 
@@ -133,12 +147,47 @@ def read_function(
         pattern: replaces the pattern of the model (causal, sliding, chunked); padding, documents and other functions joined to
             it by "and" stay.
     """
+    return _mask_of(fn, Reading(rows, use_vmap, device, pattern))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the mask functions of a forward are read; see :func:`read_function`."""
+
+    rows: int = 1
+    use_vmap: bool = False
+    device: str = "cpu"
+    pattern: Mask | None = None
+    # Whether the documents are known, so that those which transformers found in the positions do not count; and the places in them
+    # at which chunks and functions of the model's own are evaluated.
+    knows_documents: bool = False
+    places: FrozenArray | None = None
+
+
+def _mask_of(fn: Callable[..., Any], reading: Reading) -> Mask:
     name = _known().get(getattr(fn, "__code__", None))
     if name is None:
-        return _evaluated_mask(fn, rows, device, use_vmap)
-    if pattern is not None and name in _PATTERNS:
-        return pattern
-    return _read(name, fn, rows, lambda part: read_function(part, rows, use_vmap, device, pattern))
+        return _at_places(_evaluated_mask(fn, reading.rows, reading.device, reading.use_vmap), reading.places)
+    if reading.pattern is not None and name in _PATTERNS:
+        return reading.pattern
+    if reading.knows_documents and name == "packed_sequence_mask_function":
+        return full()
+    if reading.knows_documents and name == "remap_positions_for_packed_sequence":
+        return _mask_of(_closed_over(fn)["mask_function"], reading)
+    mask = _read(name, fn, reading.rows, lambda part: _mask_of(part, reading))
+    return _at_places(mask, reading.places) if name == "chunked_overlay" else mask
+
+
+def _is_known(fn: Any, name: str) -> bool:
+    """Whether a mask function is the one of transformers that has this name."""
+    return _known().get(getattr(fn, "__code__", None)) == name
+
+
+def _at_places(mask: Mask, places: FrozenArray | None) -> Mask:
+    """A mask at positions that count from the start of each document; the mask itself where it compares distances only."""
+    if places is None or isinstance(mask, Band) or mask == full():
+        return mask
+    return RemappedMask(mask, places)
 
 
 def _evaluated_mask(fn: Callable[..., Any], rows: int, device: str, use_vmap: bool) -> Mask:
@@ -219,8 +268,13 @@ _PATTERNS = (*list(_READERS)[:5], "or_masks")
 
 
 def _read(name: str, fn: Callable[..., Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
+    return _READERS[name](_closed_over(fn), rows, read)
+
+
+def _closed_over(fn: Callable[..., Any]) -> dict[str, Any]:
+    """The variables that a function closes over."""
     cells = (cell.cell_contents for cell in fn.__closure__ or ())
-    return _READERS[name](dict(zip(fn.__code__.co_freevars, cells, strict=True)), rows, read)
+    return dict(zip(fn.__code__.co_freevars, cells, strict=True))
 
 
 @cache

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowtri.compat.model_caches import CACHE_NAMES
 from lowtri.errors import CallError, EngineError
 from lowtri.integrations.dense_mask import LazyMask, join
+from lowtri.integrations.transformers.packing import TOLD
 from lowtri.masks.mask import And, Mask
 
 if TYPE_CHECKING:
@@ -73,8 +75,14 @@ def shard_arguments(
         if arguments.get(name) is not None:
             result[name] = _own(context, name, arguments[name])
             rows = len(result[name]) if name.startswith("input") else rows
-    for name in ("past_key_values", "use_cache"):
-        if arguments.get(name):
+    for name in TOLD:
+        if arguments.get(name) is not None:
+            raise CallError(
+                f"context_parallel: got {name}, but the documents are the plan's, which must know them.\n"
+                "Fix: plan_shards(causal() & documents(ids), n, ranks), and use(model, mask=..., context_parallel=...)."
+            )
+    for name in (*CACHE_NAMES, "use_cache"):
+        if arguments.get(name) not in (None, False):
             raise CallError(
                 f"context_parallel: got {name}, but the keys of a cache would lie on one process.\nFix: use_cache=False."
             )

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -26,11 +27,13 @@ import numpy as np
 import torch
 from torch.nn import Module
 
-from lowtri.compat.torch_private import inside_compiled, outside_graph
+from lowtri.compat.model_caches import CACHE_NAMES, cache_argument
+from lowtri.compat.torch_private import assert_in_graph, inside_compiled, outside_graph
 from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import CallError, EngineError
 from lowtri.generation.slots import row_masks, visible_pair
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.packing import Packing, begins_anew_in_graph, is_table, read_packing, remember
 from lowtri.integrations.transformers.sharded import check_sharded, shard_arguments
 from lowtri.masks.formulas import first
 from lowtri.masks.mask import Mask
@@ -50,6 +53,7 @@ class Setting:
     mask: Mask | None = None
     context: ContextParallel | None = None
     applied: bool = False  # whether a forward has had a mask; until then torch.compile traces the hooks
+    first_positions: frozenset[int] | None = None  # with which a document may begin
 
     def __deepcopy__(self, memo: Any) -> Setting:
         return Setting(self.mask, self.context)  # which has process groups: they cannot be copied
@@ -57,32 +61,56 @@ class Setting:
 
 @dataclass(eq=False)
 class Forward:
-    """A running forward of a switched model: its mask, and whether a mask was made for it."""
+    """A running forward of a switched model: its mask and documents, and whether a mask was made for it."""
 
     model: Any
     mask: Mask | None  # None for the model's own
     context: ContextParallel | None
     in_generate_without_cache: bool  # which computes the whole row again for the next token, with one more key
     outer: Forward | None  # the forward that contains this one
+    packing: Packing | None = None
+    named: dict[str, Any] = field(default_factory=dict)  # the arguments, by name
     made_mask: bool = False
 
     @property
     def own(self) -> bool:
         """Whether it is the model's own, with nothing set."""
-        return self.mask is None and self.context is None
+        return self.mask is None and self.context is None and self.packing is None
+
+    @property
+    def required(self) -> bool:
+        """Whether it is wrong without a mask that is made for it. Under a table of all pairs, the layers read the documents; and
+        without a cache and padding, transformers finds those of the positions by itself."""
+        if self.mask is not None or self.context is not None:
+            return True
+        given = self.named.get("attention_mask")
+        if self.packing is None or is_table(given):
+            return False
+        by_transformers = given is None and self.packing.told_by == "position_ids"
+        return not by_transformers or uses_cache(self.model, self.named)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it has layers of cross-attention, whose keys are no tokens of the rows."""
+        return self.named.get("encoder_hidden_states") is not None
+
+    @property
+    def cache_argument(self) -> str:
+        """What the model's cache is called."""
+        return cache_argument(parameter_names(type(self.model).forward), self.model) or CACHE_NAMES[0]
 
 
 _current: ContextVar[Forward | None] = ContextVar("lowtri_transformers_forward", default=None)
 
 
 def current_forward(config: Any) -> Forward | None:
-    """The forward that runs, if a mask or a context is set for it.
+    """The forward that runs.
 
     Args:
         config: of the part of the model that makes a mask. Only masks of its text are replaced: parts for images keep theirs.
     """
     forward = _current.get()
-    return forward if forward is not None and not forward.own and _is_text(config, forward.model) else None
+    return forward if forward is not None and _is_text(config, forward.model) else None
 
 
 def _is_text(config: Any, model: Any) -> bool:
@@ -157,10 +185,15 @@ def add_hooks(model: Any) -> None:
 
 
 @cache
+def parameter_names(forward: Any) -> tuple[str, ...]:
+    """The parameters of a model's forward, without the model."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
 def _place_of_mask(forward: Any) -> int:
     """The place of ``attention_mask`` among the positional arguments of a model's forward."""
-    names = list(inspect.signature(forward).parameters)
-    return names.index("attention_mask") - 1 if "attention_mask" in names else POSITION_MAX
+    names = parameter_names(forward)
+    return names.index("attention_mask") if "attention_mask" in names else POSITION_MAX
 
 
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,7 +201,10 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     setting = model.lowtri_setting
     own = setting.mask is None and setting.context is None
     own = own and not any(isinstance(x, str | Mask) for x in (kwargs.get("attention_mask"), *args))
-    return None if own and torch.compiler.is_compiling() else _begin_eagerly(model, args, kwargs)
+    if own and torch.compiler.is_compiling():
+        _check_traced_positions(model, kwargs)
+        return None
+    return _begin_eagerly(model, args, kwargs)
 
 
 def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -208,11 +244,13 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer:
         args = tuple(None if x is given else x for x in args)
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
+    named = {**dict(zip(parameter_names(type(model).forward), args, strict=False)), **kwargs}
     if setting.context is not None:
         args, kwargs = shard_arguments(model, setting.context, mask, args, kwargs)
     again = mask is not None and setting.context is None and _in_generate_without_cache(model, kwargs)
-    forward = Forward(model, mask, setting.context, again, outer)
-    setting.applied |= not forward.own
+    packing = None if setting.context is not None else _packing(model, named, mask)
+    forward = Forward(model, mask, setting.context, again, outer, packing, named)
+    setting.applied |= mask is not None or setting.context is not None
     _current.set(forward)
     if not forward.own and isinstance(made := kwargs.get("attention_mask"), dict | LazyMaskTensor):  # by generate
         try:
@@ -236,8 +274,12 @@ def _end(model: Any, output: Any) -> None:
         return
     _current.set(forward.outer)
     unused, name = None, type(model).__name__
-    if output is not None and not (forward.own or forward.made_mask):
+    if output is not None and forward.packing is not None:
+        _remember(forward, output)
+    if output is not None and forward.required and not forward.made_mask:
         applied = "context_parallel" if forward.mask is None else repr(forward.mask)
+        if forward.packing is not None and forward.mask is None:
+            applied = repr(forward.packing.mask)
         unused = EngineError(
             f"transformers: {name} made no mask in this forward, so {applied} was not applied.\n"
             "Fix: attention_mask=None or a table of two dimensions; no torch.compile; and switch(model) if it was switched elsewhere."
@@ -250,6 +292,74 @@ def _end(model: Any, output: Any) -> None:
 
 # torch.compile does not trace these two: they change a context variable.
 _begin_eagerly, _end_eagerly = outside_graph(_begin), outside_graph(_end)
+
+
+# Documents in packed rows.
+
+
+def uses_cache(model: Any, named: Mapping[str, Any]) -> bool:
+    """Whether a forward with these arguments has a cache, so that transformers does not look for packed rows."""
+    given = named.get("use_cache")
+    on = getattr(model.config.get_text_config(), "use_cache", False) if given is None else given
+    return bool(on) or any(hasattr(named.get(name), "get_mask_sizes") for name in CACHE_NAMES)
+
+
+def _packing(model: Any, named: Mapping[str, Any], mask: Mask | None) -> Packing | None:
+    """The documents that the arguments of a forward say."""
+
+    def looks_for_jumps() -> bool:
+        unmasked = mask is None and named.get("attention_mask") is None
+        return (
+            unmasked and not uses_cache(model, named) and any(getattr(x, "is_causal", False) for x in model.modules())
+        )
+
+    packing = read_packing(named, lambda: _first_positions(model), looks_for_jumps)
+    if packing is not None and getattr(model.config, "is_encoder_decoder", False):
+        raise CallError(
+            f"transformers: got {packing.told_by} of packed rows, but {type(model).__name__} is an encoder-decoder, which has three "
+            "attentions.\nFix: one document in each row."
+        )
+    return packing
+
+
+def _first_positions(model: Any) -> frozenset[int]:
+    """The positions with which a document may begin: 0; where padding has a position of its own, the one after it."""
+    setting: Setting = model.lowtri_setting
+    if setting.first_positions is None:
+        found = {0}
+        for name, part in model.named_modules():
+            if name.endswith("position_embeddings") and isinstance(padding := getattr(part, "padding_idx", None), int):
+                found.add(padding + 1)
+        setting.first_positions = frozenset(found)
+    return setting.first_positions
+
+
+def _remember(forward: Forward, output: Any) -> None:
+    """Let the cache of a forward know its documents."""
+    values = output if isinstance(output, tuple) else (getattr(output, name, None) for name in CACHE_NAMES)
+    if isinstance(output, dict):
+        values = (output.get(name) for name in CACHE_NAMES)
+    for value in (*(forward.named.get(name) for name in CACHE_NAMES), *values):
+        if value is not None and forward.packing is not None:
+            remember(value, forward.packing)
+
+
+def _check_traced_positions(model: Any, kwargs: dict[str, Any]) -> None:
+    """Let a compiled program stop where positions begin anew. With a cache transformers does not look, and a program cannot read them
+    before it makes its masks."""
+    positions = kwargs.get("position_ids")
+    if (
+        isinstance(positions, torch.Tensor)
+        and positions.ndim == 2
+        and positions.shape[-1] > 1
+        and uses_cache(model, kwargs)
+    ):
+        packed = begins_anew_in_graph(positions, kwargs.get("attention_mask"))
+        assert_in_graph(
+            ~packed,
+            "transformers: position_ids begin anew in a compiled program with a cache, which cannot tell the documents apart. "
+            "Fix: use_cache=False, or no torch.compile.",
+        )
 
 
 # Which models and caches can serve a mask.
@@ -309,8 +419,11 @@ def _in_generate_without_cache(model: Any, options: dict[str, Any]) -> bool:
     return frame is not None
 
 
-def check_cache(mask: Mask, q0: int, nq: int, k0: int, nk: int) -> Mask:
+def check_cache(mask: Mask, q0: int, nq: int, k0: int, nk: int, argument: str) -> Mask:
     """The mask for queries ``q0 .. q0 + nq`` and keys ``k0 .. k0 + nk`` (positions in the row), if a cache can serve it.
+
+    Args:
+        argument: what the model's cache is called.
 
     Returns:
         the mask, without keys of a static cache that are not written yet.
@@ -322,7 +435,7 @@ def check_cache(mask: Mask, q0: int, nq: int, k0: int, nk: int) -> Mask:
     if pair := _shown(mask, 0, q0, q0, end):
         _reject(mask, *pair, "which is computed only after it", "a mask that shows no later keys")
     if pair := _shown(mask, q0, end, 0, k0):
-        fix = "past_key_values=transformers.DynamicCache(), which drops nothing"
+        fix = f"{argument}=transformers.DynamicCache(), which drops nothing"
         _reject(mask, *pair, "which the model's cache has dropped", fix)
     if k0 + nk > end and not np.all(mask.tile(q0, end, end, k0 + nk) == EMPTY):
         return mask & first(end)
