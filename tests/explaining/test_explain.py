@@ -547,7 +547,7 @@ def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], de
     [
         (["   "], 'the sentence is empty. Fix: a word at least, as in "Write a poem".'),
         (["--encodings", "missing.json"], "missing.json: No such file or directory"),
-        (["--layer", "1"], "--layer is for a trained model. Fix: add --model DIR."),
+        (["--layer", "1"], "--layer is for a trained model. Fix: add --model MODEL."),
         (["--head", "1"], "there is no head 1 among 1. Fix: head from 0 to 0."),
         (["--mask", "casual"], "casual"),
         (["--model", "nowhere"], "nowhere"),
