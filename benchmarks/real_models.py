@@ -150,8 +150,8 @@ def loaded(folder: Path, runner: str, dtype: torch.dtype, gguf: str | None = Non
 def as_decoder(llama: Any, dtype: torch.dtype) -> Decoder:
     """The same weights in lowtri's decoder, whose parameters have the same names."""
     c = llama.config
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
+    names += ["num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
     sizes = {name: getattr(c, name) for name in names}
     window = getattr(c, "sliding_window", None)
     mask = "causal" if window is None else f"causal & window({window})"

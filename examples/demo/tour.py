@@ -594,11 +594,12 @@ def _as_llama(decoder: Decoder) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     c = decoder.config
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
-    rope = {"rope_type": "default", "rope_theta": c.rope_theta}
-    ends = {"bos_token_id": None, "eos_token_id": list(c.eos_token_id) if c.eos_token_id else None}
-    config = LlamaConfig(**{name: getattr(c, name) for name in names}, **ends, rope_parameters=rope)
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
+    names += ["num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
+    sizes: dict[str, Any] = {name: getattr(c, name) for name in names}
+    sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_theta}
+    sizes["eos_token_id"] = None if c.eos_token_id is None else list(c.eos_token_id)
+    config = LlamaConfig(**sizes)
     config._attn_implementation = "eager"
     model = LlamaForCausalLM(config).eval()
     model.load_state_dict(decoder.state_dict())
