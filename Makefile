@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 # Two workers on two cores: more threads in each would only wait for one another.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-# The compiler of the oldest torch cannot trace masks that are built inside of a compiled function (see CHANGELOG.md).
+# The compiler of the oldest torch cannot trace masks that are built inside of a compiled function (see CONTRIBUTING.md).
 FLOOR_TESTS := tests/compat tests/masks tests/ops tests/kernels tests/dispatch tests/nn --ignore tests/dispatch/test_programs.py
 
 .NOTPARALLEL:

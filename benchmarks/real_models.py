@@ -63,7 +63,7 @@ def main() -> None:
     for part in chosen.part or ("decode", "prompt", "llama", "window"):
         for name in chosen.dtype or DTYPES:
             for case, models, run, tokens in cases(part, DTYPES[name], runners):
-                seconds = in_turns({runner: run(model) for runner, model in models.items()}, chosen.rounds)
+                seconds = alternating({runner: run(model) for runner, model in models.items()}, chosen.rounds)
                 rows += report(case, name, seconds, tokens)
                 gc.collect()
     if chosen.json is not None:
@@ -220,12 +220,13 @@ def trained(model: Any, batch: torch.Tensor) -> Callable[[], float]:
 # Timing and telling.
 
 
-def in_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def alternating(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each run in each round, after a round that warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         names = (
             list(runs) if number % 2 else list(reversed(runs))
-        )  # whoever is second finds warm memory: take turns too
+        )  # the second finds warm memory, so the order alternates
         for name in names:
             taken = runs[name]()
             if number:

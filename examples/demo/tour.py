@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from lowtri.nn.checkpoint import save
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -57,7 +58,6 @@ from lowtri.explaining.example import worked
 from lowtri.lesson.languages import LANGUAGES, texts
 from lowtri.lesson.numbers import computed
 from lowtri.lesson.page import file_name, lesson_page
-from lowtri.nn.checkpoint import save
 from lowtri.nn.decoder import Decoder
 from lowtri.parallel import ContextParallel, ShardPlan, plan_shards
 from why_mask.checks import statements
