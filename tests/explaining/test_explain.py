@@ -515,14 +515,14 @@ def test_html_is_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], decoder: Decoder) -> None:
-    from lowtri.nn.checkpoint import save
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    save(decoder, tmp_path, tokenizer)
+    decoder.save(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     run = ["explain", "a cat", "--model", str(tmp_path)]
     assert main([*run, "--layer", "2", "--head", "3", "--json"]) == 0
     explanation = json.loads(capsys.readouterr().out)
@@ -531,7 +531,7 @@ def test_a_trained_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], de
     expected = lowtri.explain(decoder, tokenizer.encode("a cat").ids, layer=2, head=3)["weights"].value
     np.testing.assert_allclose({s["name"]: s["value"] for s in explanation["steps"]}["weights"], expected, atol=1e-6)
     for wrong, words in [
-        (["--layer", "3"], "has 3 layers. Fix: 0 to 2."),
+        (["--layer", "3"], "there is no layer 3 among 3. Fix: 0 to 2."),
         (["--head", "4"], "there is no head 4 among 4. Fix: head from 0 to 3."),
         (["--heads", "2"], "--heads is for random weights; a model has its own. Fix: drop --heads or --model."),
         (["--encodings", "x"], "--encodings is for random weights"),
