@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         cached: bool
 
 
-_END = "<|end|>"  # the end-of-document token of tokenizers that lowtri trains
+_END = "<|end|>"  # what ends a document for the tokenizers of examples/train
 _CONTEXT = 8  # earlier tokens that are decoded again with each new one
 
 
