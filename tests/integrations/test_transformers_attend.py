@@ -411,7 +411,7 @@ def test_compiled_the_answers_are_the_same() -> None:
 
 
 def test_a_dense_mask_made_in_inference_mode() -> None:
-    with torch.inference_mode():  # such tensors have no version, so they are never remembered
+    with torch.inference_mode():  # torch does not count the changes of such tensors
         table = torch.ones(1, 1, NQ, NK, dtype=torch.bool)
         assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask == full()
         table[..., 0] = False
