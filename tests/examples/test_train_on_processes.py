@@ -128,7 +128,9 @@ def test_sweep_torchrun_shares_rows_or_tokens(words: list[str | Path], tmp_path:
         np.testing.assert_allclose(held_out(printed), held_out(expected), atol=2e-4)
         assert printed.count("step 40:") == 1, "one process prints"
         assert (tmp_path / f"sp-{sp}" / "model.safetensors").exists()
-    printed = finish(torchrun(2, *words, "--out", tmp_path / "llama", "--sp", "2", "--config", "llama", "--bf16"))
+    printed = finish(
+        torchrun(2, *words, "--out", tmp_path / "llama", "--sp", "2", "--config", "llama", "--bf16", "--lr", "0.01")
+    )
     assert held_out(printed)[-1] < held_out(printed)[0] - 1
 
 
