@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_files import gguf_file
 
 import lowtri
 
@@ -34,13 +35,16 @@ LONG = {"audit.md", "api/integrations.md"}  # whole audits; kernels that nothing
 
 
 @pytest.fixture
-def given(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def given(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """What a page takes for granted: the reader's own model and ids; the address that torchrun sets."""
     page = request.node.callspec.params["page"]
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     if page == "api/index.md":
         names = {"lowtri": lowtri, **dict(zip("qkv", torch.randn(3, 2, 4, 8), strict=True))}
+    if page == "models.md":  # a tiny file in the place of weights of 93 MB
+        file = gguf_file(tmp_path / "smollm2.gguf")
+        monkeypatch.setattr("lowtri.pretrained._packaged", lambda: file)
     if page == "audit.md":
         import transformers
 
