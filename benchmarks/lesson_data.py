@@ -192,12 +192,17 @@ def packed(weights: np.ndarray) -> str:
 
 
 def smollm2() -> None:
-    model = lowtri.nn.Decoder.from_pretrained("smollm2")
-    ids = model.tokenizer.encode(SENTENCE).ids
-    tokens = [model.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    from lowtri.integrations.transformers import load_model
+
+    model, tokenizer, _ = load_model("smollm2")
+    ids = tokenizer.encode(SENTENCE)
+    tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     maps = np.array(
-        [[lowtri.explain(model, ids, layer=l, head=h)["weights"].value for h in range(heads)] for l in range(layers)]
+        [
+            [lowtri.explain(model, ids, layer=layer, head=head)["weights"].value for head in range(heads)]
+            for layer in range(layers)
+        ]
     )  # (L, H, N, N)
     assert np.all(np.triu(maps, 1) == 0)
     write("smollm2", {"name": "SmolLM2-135M-Instruct", "tokens": tokens, "shape": maps.shape, "maps": packed(maps)})

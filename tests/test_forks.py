@@ -84,6 +84,18 @@ done.set()
 thread.join()
 """
 
+TORCH_HAS_A_TEAM = """
+torch.set_num_threads(2)
+x = torch.randn(1, 4, 400, 64)
+from lowtri.kernels import threads
+
+lowtri.attention(x, x, x, "causal", engine="cpu")
+assert threads._team_has_run
+large = torch.ones(2**20)
+print(forked(lambda: large.clone().sum() == 2**20))
+print(torch.get_num_threads())
+"""
+
 UNDER_LOAD = """
 lengths = range(1, 200)
 q = torch.randn(1, 2, 200, 16)
@@ -135,6 +147,10 @@ def test_a_child_waits_for_no_lock_of_the_prepared_calls() -> None:
 
 def test_a_child_waits_for_no_cached_property() -> None:
     assert run(A_PROPERTY_IS_COMPUTED) == ["0"]
+
+
+def test_torch_computes_in_a_child_after_a_kernel_has_started_its_team() -> None:
+    assert run(TORCH_HAS_A_TEAM) == ["0", "2"], "the parent keeps its threads"
 
 
 def test_children_compute_while_threads_prepare_calls() -> None:

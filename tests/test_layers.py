@@ -34,8 +34,8 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "dispatch",
     "generation",
     "nn",
+    "pretrained",
     "parallel",
-    "training",
     "auditing",
     "verifying",
     "explaining",
@@ -56,7 +56,6 @@ MANY_PARAMETERS = {
         "cli/checks.py:audit",
         "cli/learn.py:explain",
         "cli/models.py:generate",
-        "cli/models.py:train",
     ),
     "dispatch/attend.py:attention",
     # Mirrors of other libraries' signatures.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +13,8 @@ import pytest
 from systems import Library, Sysctl, pretend_macos, pretend_windows
 
 from lowtri import files, system
-from lowtri.errors import DataError
 from lowtri.kernels import threads
 from lowtri.ops import arguments
-from lowtri.training import lock
 
 
 @pytest.fixture
@@ -77,47 +74,6 @@ def test_other_systems_do_not_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(system.time, "sleep", lambda seconds: pytest.fail("it waits"))
     with pytest.raises(PermissionError):
         system.replace(tmp_path / "a", tmp_path / "b")
-
-
-# Locks.
-
-
-def test_a_lock_on_windows(windows: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One byte behind the number of the process is locked, and the file is closed before it is removed."""
-    locked: set[tuple[int, int]] = set()
-    opened: set[int] = set()
-    own_open, own_close, unlink = lock.os.open, lock.os.close, Path.unlink
-
-    def locking(descriptor: int, mode: int, size: int) -> None:
-        place = (lock.os.fstat(descriptor).st_ino, lock.os.lseek(descriptor, 0, lock.os.SEEK_CUR))
-        if place in locked:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        assert place[1] >= 20 and (mode, size) == (2, 1)
-        locked.add(place)
-
-    def close(descriptor: int) -> None:
-        opened.discard(descriptor)
-        own_close(descriptor)
-
-    def remove(path: Path, missing_ok: bool = False) -> None:
-        if opened:
-            raise PermissionError(errno.EACCES, "it is open")
-        unlink(path, missing_ok)
-
-    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
-    try:
-        importlib.reload(lock)
-        monkeypatch.setattr(lock.os, "open", lambda *arguments: (n := own_open(*arguments), opened.add(n))[0])
-        monkeypatch.setattr(lock.os, "close", close)
-        monkeypatch.setattr(Path, "unlink", remove)
-        with lock.only_training(tmp_path):
-            with pytest.raises(DataError, match=f"process {lock.os.getpid()}"), lock.only_training(tmp_path):
-                pass
-            assert len(opened) == 1
-        assert not opened and not list(tmp_path.iterdir())
-    finally:
-        monkeypatch.undo()
-        importlib.reload(lock)
 
 
 # Threads.

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,16 +109,19 @@ def claim(folder: Path, options: dict[str, Any], text: str) -> None:
 def save(folder: Path, done: int, model: Any, optimizer: Any) -> None:
     """Write a checkpoint after so many steps. It has its name when it is complete, and only then the one before it goes."""
     part, target = folder / f".step-{done}", folder / f"step-{done}"
+    if dist.get_rank() == 0:
+        _remove(folder.glob(".step-*"))  # left by a kill
+    dist.barrier()
     weights, moments = get_state_dict(model, optimizer)
     state_dict_saver.save({"weights": weights, "moments": moments}, checkpoint_id=part)
     if dist.get_rank() == 0:
-        if target.exists():
-            shutil.rmtree(target)
-        part.rename(target)
-        for old in folder.iterdir():
-            if old != target:
-                shutil.rmtree(old)
-    dist.barrier()  # the next one begins when these are gone
+        os.replace(part, target)
+        _remove(old for old in folder.glob("step-*") if old != target)
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)
 
 
 def resume(folder: Path, model: Any, optimizer: Any) -> int:

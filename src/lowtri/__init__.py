@@ -17,7 +17,6 @@ The packages, in reading order; a package imports only packages above it:
     generation    the key/value cache, sampling, and the generation loop
     nn            torch modules: MaskedSelfAttention, MultiHeadAttention, Decoder, RecurrentLM
     parallel      one sequence over many processes, split by what its mask shows
-    training      trains a model on text files, and writes a folder that transformers loads
     auditing      the audit: whether a model depends on what its mask hides
     verifying     compares any attention function with the definition; names well-known mistakes
     explaining    every step of attention, with numbers

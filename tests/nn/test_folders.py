@@ -238,7 +238,7 @@ def test_no_memory_is_allocated_for_sizes_that_the_weights_do_not_have(
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(["config.json", "model.safetensors"]), st.data())
+@given(name=st.sampled_from(["config.json", "model.safetensors"]), data=st.data())
 def test_any_changed_bytes_load_or_are_a_data_error(
     name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any
 
 from lowtri.errors import EngineError
+from lowtri.system import after_fork
 
 
 def known_mask_function(name: str, *arguments: Any) -> Callable[..., Any] | None:
@@ -131,7 +132,7 @@ def recorded_attention(record: Callable[[AttentionCall], None]) -> Iterator[None
             "Fix: pip install -U transformers."
         )
     with _recording_lock:
-        if not _recording:
+        if interface.get_interface is not _get_recorded_interface:
             _own_get_interface = interface.get_interface
             interface.get_interface = _get_recorded_interface
         _recording += 1
@@ -144,6 +145,16 @@ def recorded_attention(record: Callable[[AttentionCall], None]) -> Iterator[None
             _recording -= 1
             if not _recording:
                 interface.get_interface = _own_get_interface
+
+
+def _renew_lock() -> None:
+    """In a forked child, where only the thread that forked lives on: another thread's recording never ends."""
+    global _recording, _recording_lock
+    _recording_lock = Lock()
+    _recording = 0 if _recorder.get() is None else 1
+
+
+after_fork(_renew_lock)
 
 
 def _get_recorded_interface(interface: Any, implementation: str | None, *others: Any, **options: Any) -> Any:

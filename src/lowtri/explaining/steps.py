@@ -76,23 +76,40 @@ def explain(
     >>> steps["weights"].value.tolist(), steps["weights"].unmasked.tolist()
     ([[1.0, 0.0], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]])
 
+    Of a model of transformers, on lowtri's attention or on its own, the steps are those of one head in one layer: q, k and v as its
+    attention receives them, after projections, norms and rotary embedding, under the mask that this layer has. They are read in one
+    forward, in eval mode and without a cache, and nothing of the model is changed.
+
+    >>> import torch, transformers
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    >>> config = transformers.MistralConfig(vocab_size=99, num_key_value_heads=2, sliding_window=2, **sizes)
+    >>> model = transformers.MistralForCausalLM(config)
+    >>> steps = explain(model, torch.tensor([5, 6, 7]), layer=1, head=3)
+    >>> steps.mask, steps["q"].shape, steps["weights"].value[2].round(1).tolist()
+    ('causal & window(2)', (3, 8), [0.0, 0.5, 0.5])
+
+    A module's own output is compared with that of the steps, which are the textbook's. Where the two differ by more than rounding,
+    ``warning`` says so, and the step ``"own output"`` has what the module gave.
+
     Args:
         what: ``(q, k, v)``, each (N, D), (H, N, D) or (B, H, N, D), NumPy or torch; or a module: one with W_q, W_k and
-            W_v, a ``MultiHeadAttention``, or a ``Decoder``.
-        inputs: the module's input: encodings (N, d_model) or (B, N, d_model), or for a decoder the ids (N,) or (B, N).
+            W_v, a ``MultiHeadAttention``, a ``Decoder``, or a model of transformers other than an encoder-decoder.
+        inputs: the module's input: encodings (N, d_model) or (B, N, d_model), or for a model the ids (N,) or (B, N), or a mapping with
+            the arguments of its forward, such as what a tokenizer returns, with the attention_mask of padding.
         scores: instead of ``what``: scores as softmax takes them, after any scaling, (Nq, Nk), (H, Nq, Nk) or
             (B, H, Nq, Nk). Only mask and softmax are shown, and with ``values`` (Nk, D) also the output.
         tokens: a label for each token; by default their positions or ids.
-        mask: which query may see which key; by default the module's own mask.
+        mask: which query may see which key; by default the module's own mask. A model of transformers must be switched to take one.
         position: (N, d_model) to add to ``inputs``, which are then the embeddings.
         heads: the number of heads into which a module with W_q, W_k and W_v is split.
-        layer: which layer of a decoder.
-        head: show this head only; for a decoder, which always shows one head, the default is the first.
+        layer: which layer of a model.
+        head: show this head only; for a model, which always shows one head, the default is the first.
         batch: which row of a batch; by default the first, and a note says so.
         hidden: how a hidden score is written, -inf or a number like -1e9. Its weight is exactly 0 either way.
 
     Raises:
-        CallError: if the shapes do not fit, or there is no such layer, head or batch row.
+        CallError: if the shapes do not fit, there is no such layer, head or batch row, or a model's attention cannot be read: an
+            encoder-decoder, and attention code that does not ask the attention interface of transformers.
         MaskError: for arrays without a mask, and for a mask with other batch rows than the arrays.
     """
     if scores is not None or values is not None:

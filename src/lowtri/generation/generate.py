@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
         cached: bool
 
 
-_END = "<|end|>"  # the end-of-document token of tokenizers that lowtri trains
+_END = "<|end|>"  # what ends a document for the tokenizers of examples/train
 _CONTEXT = 8  # earlier tokens that are decoded again with each new one
 
 
@@ -338,7 +339,7 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: Any, before: list[int]) -> None:
-        self._decode = tokenizer.decode
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)  # by default only transformers shows them
         self._ids = list(before[-_CONTEXT:])
         self._emitted = self._decode(self._ids)
 

@@ -19,12 +19,16 @@ from lowtri.kernels.library import Code
 from lowtri.system import after_fork
 
 _forked = False
+_team_has_run = False
 
 
 def _one_thread_after_fork() -> None:
-    # An OpenMP team does not survive a fork (torch's own operations hang there, too): a child process uses one thread.
+    # An OpenMP team does not survive a fork: a child process that needs it waits for ever. So kernels run on one thread there, and,
+    # where a kernel has started torch's team, torch's own operations, too.
     global _forked
     _forked = True
+    if _team_has_run:
+        sys.modules["torch"].set_num_threads(1)
 
 
 after_fork(_one_thread_after_fork)
@@ -53,11 +57,13 @@ def openmp_team() -> tuple[str, Any] | None:
 
 def run_team(code: Code, record: int, threads: int) -> None:
     """Call the code on ``threads`` threads, each with the record's address; returns when all are done."""
+    global _team_has_run
     if threads <= 1 or _forked:
         code.call(record)
         return
     team = openmp_team() if "torch" in sys.modules else None
     if team is not None:
+        _team_has_run = True
         team[1](code.address, record, threads, 0)
         return
     _python_team(code.call, record, threads)
