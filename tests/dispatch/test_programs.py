@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,22 @@ def test_exported_with_its_mask_and_stored() -> None:
     assert sum("lowtri.attention" in str(node.target) for node in program.graph.nodes) == 1
     x = inputs(seed=1)
     assert torch.equal(program.module()(*x), module(*x))
+
+
+def test_a_mask_without_arrays_passes_no_list() -> None:
+    """AOTInductor's packages cannot pass an empty list of tensors to an operator."""
+    program = torch.export.export(Attend("causal"), tuple(inputs()))
+    (node,) = (node for node in program.graph.nodes if "lowtri.attention" in str(node.target))
+    assert [] not in node.args and node.args[6] is None
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mask", ["causal", causal() & documents(IDS)], ids=["a text", "arrays"])
+def test_a_package_of_aot_inductor(mask: Any, tmp_path: Path) -> None:
+    x = [tensor.detach() for tensor in inputs()]
+    program = torch.export.export(Attend(mask).eval(), tuple(x))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attend.pt2"))
+    assert torch.equal(torch._inductor.aoti_load_package(path)(*x), attention(*x, mask))
 
 
 def test_a_strict_export_refuses_what_it_would_lose() -> None:

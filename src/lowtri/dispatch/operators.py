@@ -208,8 +208,9 @@ def _check_results(q: Any, v: Any, **results: Any) -> None:
 
 # The operators.
 
+# A mask without arrays has None for them: packages of AOTInductor cannot pass an empty list of tensors.
 _ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, str mask, Tensor[] arrays, Tensor? q_positions, "
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, str mask, Tensor[]? arrays, Tensor? q_positions, "
     "Tensor? k_positions, float? scale, float? softcap, str? bias_kind, bool return_lse, str engine"
 )
 
@@ -241,7 +242,7 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
         bias,
         options.sinks,
         text,
-        [_tensor(array) for array in arrays],
+        [_tensor(array) for array in arrays] or None,
         _tensor(options.q_positions),
         _tensor(options.k_positions),
         options.scale,
@@ -325,16 +326,16 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the gradients need: all arguments, the output and its log-sum-exp."""
     q, k, v, bias, sinks, mask, arrays, q_positions, k_positions, *options = inputs
-    ctx.save_for_backward(q, k, v, bias, sinks, q_positions, k_positions, *arrays, *output)
+    ctx.save_for_backward(q, k, v, bias, sinks, q_positions, k_positions, *(arrays or ()), *output)
     ctx.mask, ctx.options = mask, options
 
 
 def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     q, k, v, bias, sinks, q_positions, k_positions, *arrays, output, lse = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:5])
-    arguments = (q, k, v, bias, sinks, ctx.mask, arrays, q_positions, k_positions, *ctx.options)
+    arguments = (q, k, v, bias, sinks, ctx.mask, arrays or None, q_positions, k_positions, *ctx.options)
     grads = iter(_backward(d_output, d_lse, output, lse, wanted, *arguments))
-    of_mask = (None, [None] * len(arrays))
+    of_mask = (None, [None] * len(arrays) if arrays else None)
     return (*(next(grads) if want else None for want in wanted), *of_mask, *[None] * 7)
 
 
@@ -347,13 +348,13 @@ def _prepared(q: Any, k: Any, v: Any, bias: Any, sinks: Any, *rest: Any) -> tupl
     return prepared_call(q, k, v, mask, options._replace(bias=unpacked_bias(bias, bias_kind), sinks=sinks))
 
 
-def _read(mask: str, arrays: Sequence[Tensor], *rest: Any) -> tuple[Mask, CallOptions, str | None]:
+def _read(mask: str, arrays: Sequence[Tensor] | None, *rest: Any) -> tuple[Mask, CallOptions, str | None]:
     """The mask, the options and the kind of the bias from the operator's arguments after the tensors."""
     q_positions, k_positions, scale, softcap, bias_kind, return_lse, engine = rest
     options = CallOptions(
         scale, softcap, q_positions=q_positions, k_positions=k_positions, return_lse=return_lse, engine=engine
     )
-    return unpack(mask, [array.cpu().numpy() for array in arrays]), options, bias_kind
+    return unpack(mask, [array.cpu().numpy() for array in arrays or ()]), options, bias_kind
 
 
 def _wide(q: Tensor) -> torch.dtype:
