@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowtri.benching.machine import cpu_name, last_cache_bytes, load, versions
+from lowtri.compat.tested import installed_versions, untried
 from lowtri.extras import is_installed, missing
 from lowtri.kernels import library
 from lowtri.kernels.threads import openmp_team
@@ -38,6 +39,7 @@ def checkup(measure: bool = True, progress: Callable[[str], None] = lambda _: No
         "library": None,
         "speed": None,
         "trouble": problems,
+        "untried": untried(installed_versions()),
     }
     report["cpu"]["last_cache_bytes"] = last_cache_bytes()
     if torch is None:
@@ -134,6 +136,7 @@ def as_text(report: dict[str, Any]) -> str:
             ("one core", f"multiplies float32 at {multiply}{bf16}; reads memory at {speed['read']:.0f} GB/s"),
             ("", f"causal attention, 1024 tokens, float32: {speed['attention']:.0f} GFLOP/s, {share:.0%} of that"),
         ]
+    lines += [("untried", words) for words in report["untried"]]
     lines += [("missing", words) for words in report["trouble"] or ["nothing"]]
     return "\n".join(f"{name:<10}{words}".rstrip() for name, words in lines)
 
