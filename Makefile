@@ -13,11 +13,11 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 # Two workers on two cores: more threads in each would only wait for one another.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-# The compiler of the oldest torch cannot trace masks that are built inside of a compiled function (see CHANGELOG.md).
+# The compiler of the oldest torch cannot trace masks that are built inside of a compiled function (see CONTRIBUTING.md).
 FLOOR_TESTS := tests/compat tests/masks tests/ops tests/kernels tests/dispatch tests/nn --ignore tests/dispatch/test_programs.py
 
 .NOTPARALLEL:
-.PHONY: help demo tour lesson test sweeps test-all test-newest test-floor test-arm lint docs dist dist-all smollm2 whisper clean
+.PHONY: help demo tour lesson test sweeps test-all test-newest test-floor test-arm bench lint docs dist dist-all smollm2 whisper clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
@@ -29,6 +29,8 @@ help:
 	@echo 'make test-newest  the tests of models on the newest torch, transformers and NumPy that exist, in $(VENV)-newest'
 	@echo 'make test-floor  the tests of attention and models on the oldest supported versions, in $(VENV)-floor'
 	@echo 'make test-arm  the tests of kernels and models on 64-bit ARM, emulated unless this machine is one'
+	@echo 'make bench     how fast attention is here: the table of README.md, then calls that are slower than torch;'
+	@echo "               ARGS='--quick' for the second part in seconds"
 	@echo 'make lint      ruff and mypy'
 	@echo 'make docs      the documentation as a site in site/: python -m http.server -d site'
 	@echo 'make dist      sdist and wheel in dist/, built and checked'
@@ -66,6 +68,11 @@ test-floor: $(VENV)-floor/installed
 test-arm: $(VENV)/installed-test $(VENV)/installed-dist
 	$(BIN)/python tools/arm.py
 
+# The second part takes some minutes, and ends with an error where a call is slower.
+bench: $(VENV)/installed-test
+	$(BIN)/lowtri bench
+	$(BIN)/python benchmarks/never_slower.py $(ARGS)
+
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -102,19 +109,18 @@ $(VENV)/made:
 	@$(PYTHON) -m venv $(VENV) || { echo 'Python came without venv: on Debian and Ubuntu, apt install python3-venv'; exit 1; }
 	@touch $@
 
-# Python 3.10 to 3.12, since the oldest Numba knows no later one. glassllm asks for a newer NumPy than reading its arrays needs.
+# Python 3.10 to 3.12, since the oldest Numba knows no later one.
 $(VENV)-floor/installed: pyproject.toml constraints-floor.txt
 	@$(PYTHON) -m venv $(VENV)-floor
-	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,cli,models,transformers]' \
+	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,cli,transformers]' \
 		pytest hypothesis onnx ml_dtypes
-	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --no-deps glassllm==0.1.0
 	@touch $@
 
 $(VENV)/installed-dist: $(VENV)/made
 	@$(BIN)/python -m pip install --quiet build twine ziglang
 	@touch $@
 
-$(VENV)/installed: EXTRAS := demo
+$(VENV)/installed: EXTRAS := all
 $(VENV)/installed-smollm2: EXTRAS := all
 $(VENV)/installed-test: EXTRAS := test
 $(VENV)/installed-lint: EXTRAS := test,lint

@@ -2,7 +2,7 @@
 
     python benchmarks/claims.py [--threads 2]
 
-What is compared runs by turns, so that whatever else the machine does falls on both; medians are printed.
+What is compared runs interleaved, so that whatever else the machine does falls on both; medians are printed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 
@@ -18,19 +17,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import lowtri
+from lowtri.benching import medians
 from lowtri.nn import Decoder, DecoderConfig
-
-
-def by_turns(runs: dict[str, Callable[[], object]], rounds: int = 11) -> dict[str, float]:
-    """Median seconds of each; the first round only warms up."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + 1):
-        for name in sorted(runs, reverse=turn % 2 == 1):
-            started = time.perf_counter()
-            runs[name]()
-            if turn:
-                taken[name].append(time.perf_counter() - started)
-    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 def causal_by_flag_or_table() -> None:
@@ -52,9 +40,9 @@ def causal_by_flag_or_table() -> None:
             "lowtri": lambda q, k, v: lowtri.attention(q, k, v, "causal"),
         }
         for what, run in (("forward", lambda way, q=q, k=k, v=v: way(q, k, v)), ("forward and backward", both)):
-            medians = by_turns({name: lambda way=way, run=run: run(way) for name, way in ways.items()})
-            cells = "".join(f"{medians[name] * 1000:>9.2f} ms" for name in ways)
-            faster = medians["bool table"] / medians["is_causal"]
+            seconds = medians({name: lambda way=way, run=run: run(way) for name, way in ways.items()}, rounds=11)
+            cells = "".join(f"{seconds[name] * 1000:>9.2f} ms" for name in ways)
+            faster = seconds["bool table"] / seconds["is_causal"]
             print(f"{f'{n} tokens, {what}':<34}{cells}   is_causal over the bool table: {faster:.2f}x")
 
 
@@ -73,10 +61,10 @@ def all_at_once_or_one_by_one(n: int = 256) -> None:
         for t in range(n):
             model(ids[:, : t + 1], logits_to_keep=1)
 
-    medians = by_turns({"all at once": lambda: model(ids), "cache": one_by_one, "prefix anew": prefix_anew}, rounds=5)
+    taken = medians({"all at once": lambda: model(ids), "cache": one_by_one, "prefix anew": prefix_anew}, rounds=5)
     print(f"\n{n} positions of a decoder with 4 layers of 128")
-    for name, seconds in medians.items():
-        print(f"  {name:<14}{seconds * 1000:>9.1f} ms   {seconds / medians['all at once']:>6.1f}x")
+    for name, seconds in taken.items():
+        print(f"  {name:<14}{seconds * 1000:>9.1f} ms   {seconds / taken['all at once']:>6.1f}x")
 
 
 def main() -> None:

@@ -24,8 +24,9 @@ import torch
 import lowtri
 from lowtri.backends.cpu import launch
 from lowtri.backends.cpu.launch import Launch
-from lowtri.benching import ceilings
-from lowtri.benching.machine import facts, headline, last_cache_bytes
+from lowtri.benching import facts, headline, read
+from lowtri.kernels import threads as teams
+from lowtri.system import last_cache_bytes
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 KV_HEADS, D, SINKS = 8, 128, 4
@@ -44,12 +45,12 @@ class KernelTime:
             prepared_launch._call = self._timed(prepared_launch._call)
 
         Launch.__init__ = prepared  # type: ignore[method-assign, assignment]
-        launch.run_team = ceilings.run_team = self._timed(self._run_team)  # type: ignore[attr-defined]
+        launch.run_team = teams.run_team = self._timed(self._run_team)  # type: ignore[attr-defined]
         return self
 
     def __exit__(self, *error: object) -> None:
         Launch.__init__ = self._launch  # type: ignore[method-assign]
-        launch.run_team = ceilings.run_team = self._run_team  # type: ignore[attr-defined]
+        launch.run_team = teams.run_team = self._run_team  # type: ignore[attr-defined]
 
     def _timed(self, run: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: Any) -> None:
@@ -88,7 +89,7 @@ def measure(name: str, n: int, group: int, batch: int, threads: int, rounds: int
             calls.append(clock() - start)
             kernels.append(kernel.seconds)
             cache = next(turning)
-            ceilings.read(cache.data_ptr(), cache.nbytes, threads)
+            read(cache.data_ptr(), cache.nbytes, threads)
             reads.append(kernel.seconds)
             if not turn:  # compiled now
                 calls, kernels, reads = [], [], []

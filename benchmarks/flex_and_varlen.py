@@ -5,14 +5,13 @@
     python benchmarks/flex_and_varlen.py blocks    # create_block_mask; torch's takes 3 GB at 16,384 tokens
     python benchmarks/flex_and_varlen.py flex float32    # one dtype
 
-One thread; CPU time in milliseconds, the median of repetitions by turns in one process. Equal outputs are asserted first. torch's
+One thread; CPU time in milliseconds, the median of interleaved repetitions in one process. Equal outputs are asserted first. torch's
 create_block_mask asks for 34 GB at 65,536 tokens and is not run there.
 """
 
 from __future__ import annotations
 
 import platform
-import statistics
 import sys
 import time
 import warnings
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask as torchs_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torchs_attention
 
+from lowtri.benching import medians
 from lowtri.integrations.flash_attn import flash_attn_varlen_func
 from lowtri.integrations.flex import block_mask, create_block_mask, flex_attention
 from lowtri.masks import causal, documents, first, window
@@ -37,15 +37,10 @@ HEADS, SIZE = 8, 64
 DTYPES = [x for x in (torch.float32, torch.bfloat16) if str(x)[6:] in sys.argv] or [torch.float32, torch.bfloat16]
 
 
-def median(turns: int, *functions: Callable[[], Any]) -> list[float]:
-    """Milliseconds of CPU time of each function, by turns."""
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(turns + 1):
-        for spent, function in zip(times, functions, strict=True):
-            begun = time.process_time()
-            function()
-            spent.append(1e3 * (time.process_time() - begun))
-    return [statistics.median(spent[1:]) for spent in times]  # the first turn warms up
+def milliseconds(rounds: int, *functions: Callable[[], Any]) -> list[float]:
+    """The median CPU time of each function, interleaved."""
+    tasks = {str(number): function for number, function in enumerate(functions)}
+    return [1e3 * seconds for seconds in medians(tasks, rounds, time.process_time).values()]
 
 
 def same(a: Tensor, b: Tensor) -> None:
@@ -84,7 +79,7 @@ def flex() -> None:
                 other = theirs()
                 first_call = time.perf_counter() - begun
                 same(ours(), other)
-                a, b = median(7, ours, theirs)
+                a, b = milliseconds(7, ours, theirs)
             print(f"{dtype!s:15} {name:20} {a:9.1f} {b:9.1f} {b / a:7.2f}x {first_call:6.1f} s", flush=True)
 
 
@@ -123,7 +118,7 @@ def varlen() -> None:
             with torch.no_grad():
                 for other in (by_flag(), by_table()):
                     same(ours(), other.transpose(1, 2)[real])
-                forward = median(9, ours, by_flag, by_table)
+                forward = milliseconds(9, ours, by_flag, by_table)
             for x in (*packed, *padded):
                 x.requires_grad_()
 
@@ -131,7 +126,7 @@ def varlen() -> None:
                 cotangent = torch.ones_like(f())
                 return lambda: torch.autograd.grad(f(), x, cotangent)
 
-            both = median(5, trains(ours, packed), trains(by_flag, padded), trains(by_table, padded))
+            both = milliseconds(5, trains(ours, packed), trains(by_flag, padded), trains(by_table, padded))
             for work, (a, b, c) in (("forward", forward), ("forward + backward", both)):
                 print(
                     f"{dtype!s:15} {name:26} {work:19} {a:8.1f} {b:8.1f} {b / a:6.2f}x {c:8.1f} {c / a:6.2f}x",
@@ -158,7 +153,7 @@ def blocks() -> None:
     print("  tokens  mask            block_mask   create_block_mask: lowtri        torch")
     for n in (16_384, 65_536):
         for name, (mask, mod) in cases(n).items():
-            ours = median(
+            ours = milliseconds(
                 5, lambda m=mask, n=n: block_mask(m, n), lambda f=mod, n=n: create_block_mask(f, 1, 1, n, n, "cpu")
             )
             theirs = float("nan")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import lowtri
-from lowtri.benching.machine import facts
+from lowtri.benching import facts
 from lowtri.files import write_text
 
 ROOT = Path(__file__).parents[1]
@@ -79,10 +79,10 @@ SIZES = {"rnn": 416, "lstm": 224}  # hidden units of two layers, for 0.9 million
 
 def generators() -> None:
     """Recurrent models trained as the experiment's masked decoder, on the same rows in the same order; what they write."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from lowtri.training.corpus import Packed, encode_document, learn, split
-    from lowtri.training.train import train
+    sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "train")]
+    from corpus import Packed, encode_document, learn, split
     from python_text import python_text
+    from train import Run
     from why_mask.experiment import Setting, _losses, _texts, _whole_rows
 
     setting = Setting()
@@ -95,12 +95,10 @@ def generators() -> None:
     for cell, size in SIZES.items():
         torch.manual_seed(recipe.seed)
         model = lowtri.nn.RecurrentLM(256, size, cell=cell)
-        train(
-            model,
-            corpus,
-            recipe,
-            on_step=lambda step: print(step.number, round(step.loss, 3), flush=True) if step.number % 60 == 0 else None,
-        )
+        run = Run(model, corpus, recipe, "causal")
+        for loss in run.train():
+            if run.done % recipe.every == 0:
+                print(run.done, round(loss, 3), flush=True)
         model.eval()
         with torch.no_grad():
             loss = float(_losses(model(unseen[:, :-1]), unseen).mean())
@@ -194,12 +192,17 @@ def packed(weights: np.ndarray) -> str:
 
 
 def smollm2() -> None:
-    model = lowtri.nn.Decoder.from_pretrained("smollm2")
-    ids = model.tokenizer.encode(SENTENCE).ids
-    tokens = [model.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    from lowtri.integrations.transformers import load_model
+
+    model, tokenizer, _ = load_model("smollm2")
+    ids = tokenizer.encode(SENTENCE)
+    tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     maps = np.array(
-        [[lowtri.explain(model, ids, layer=l, head=h)["weights"].value for h in range(heads)] for l in range(layers)]
+        [
+            [lowtri.explain(model, ids, layer=layer, head=head)["weights"].value for head in range(heads)]
+            for layer in range(layers)
+        ]
     )  # (L, H, N, N)
     assert np.all(np.triu(maps, 1) == 0)
     write("smollm2", {"name": "SmolLM2-135M-Instruct", "tokens": tokens, "shape": maps.shape, "maps": packed(maps)})

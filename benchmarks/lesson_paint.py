@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from browser import Browser, Page  # noqa: E402
-from lowtri.benching.machine import facts  # noqa: E402
+
+from lowtri.benching import facts  # noqa: E402
 from lowtri.lesson.page import write_lesson  # noqa: E402
 
 WORDS = " ".join(f"word{i}" for i in range(200))

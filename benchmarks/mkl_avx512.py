@@ -1,10 +1,12 @@
-"""`lowtri bench` with one more column: torch's SDPA where MKL may use AVX-512 on an AMD CPU. Linux on x86-64; needs a C compiler.
+"""The table of attention.py with one more column: torch's SDPA where MKL may use AVX-512 on an AMD CPU.
+
+Linux on x86-64; needs a C compiler.
 
     python benchmarks/mkl_avx512.py
     python benchmarks/mkl_avx512.py --case "decode" --case "window bf16" --json
 
 torch's wheels contain Intel's MKL, which uses AVX-512 on Intel's CPUs only. This script compiles a shared library that
-overrides that check and preloads it into a second process, which runs cases on request, so that both are timed in turns.
+overrides that check and preloads it into a second process, which runs cases on request, so that both are timed interleaved.
 On Intel CPUs it changes nothing.
 """
 
@@ -22,9 +24,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from lowtri.benching.cases import Case, choose
-
-__all__ = ["NAME", "AvxWorker", "main", "serve"]
+from attention import PEERS, note, options
+from lowtri.benching import TimedElsewhere, as_json, as_text, facts, measure, sdpa, timed
+from presets import PresetCall, choose
 
 NAME = "torch SDPA, MKL with AVX-512"
 
@@ -75,7 +77,7 @@ class AvxWorker:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def prepare(self, case: Case) -> str | None:
+    def prepare(self, case: PresetCall) -> str | None:
         """Set the case up there; or the reason why it cannot run."""
         if self.why_not is not None:
             return self.why_not
@@ -109,9 +111,6 @@ def serve(threads: int, requests: IO[str], replies: IO[str]) -> None:
     """The loop of the second process."""
     import torch
 
-    from lowtri.benching.peers import sdpa
-    from lowtri.benching.timing import Tensors, timed
-
     torch.set_num_threads(threads)
     attend: Any = None
     tensors: Any = None
@@ -119,12 +118,12 @@ def serve(threads: int, requests: IO[str], replies: IO[str]) -> None:
         request = json.loads(line)
         if "case" in request:
             tensors = None  # freed before the new ones are allocated
-            case = Case(**request["case"])
+            case = PresetCall(**request["case"])
             attend = sdpa(case)
             if isinstance(attend, str):
                 reply: dict[str, Any] = {"why_not": attend}
             else:
-                tensors = Tensors(case)
+                tensors = case.tensors()
                 timed(attend, tensors)
                 reply = {"ready": True}
         else:
@@ -133,32 +132,20 @@ def serve(threads: int, requests: IO[str], replies: IO[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="the whole table")
-    parser.add_argument("--case", action="append", default=[], help="only cases with these words in their names")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
+    parser = options(__doc__)
     parser.add_argument("--serve", type=int, metavar="THREADS", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve is not None:
-        serve(options.serve, sys.stdin, sys.stdout)
+    chosen = parser.parse_args()
+    if chosen.serve is not None:
+        serve(chosen.serve, sys.stdin, sys.stdout)
         return
+    calls, machine = choose(chosen.full, chosen.case), facts(chosen.threads)
+    with AvxWorker(chosen.threads) as worker:
 
-    from lowtri.benching.machine import facts
-    from lowtri.benching.peers import FORMULA, SDPA
-    from lowtri.benching.table import as_json, as_text, measure
+        def elsewhere(call: PresetCall) -> TimedElsewhere | str:
+            return worker.prepare(call) or TimedElsewhere(worker.seconds)
 
-    cases, machine = choose(options.full, options.case), facts(options.threads)
-    with AvxWorker(options.threads) as worker:
-        names = [SDPA, NAME, FORMULA]
-        others = {NAME: lambda case: worker.prepare(case) or worker.seconds}
-        rows = list(measure(cases, names, options.threads, options.rounds, progress=_note, others=others))
-    print(json.dumps(as_json(rows, machine), indent=2) if options.json else as_text(rows, machine))
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        rows = list(measure(calls, {**PEERS, NAME: elsewhere}, chosen.threads, chosen.rounds, progress=note))
+    print(json.dumps(as_json(rows, machine), indent=2) if chosen.json else as_text(rows, machine))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`lowtri bench` with every other implementation of attention on CPUs that is installed; the absent ones are named with the reason.
+"""The main table with every other implementation of attention on CPUs that is installed; the absent ones are named with the reason.
 
     python benchmarks/peers.py
     python benchmarks/peers.py --case "decode" --json
@@ -10,7 +10,7 @@
     zentorch        AMD's plugin of torch, in the version of torch (pip install --no-deps zentorch==2.13.0.2 deprecated wrapt)
     SGLang          its CPU kernels; no wheel in the package index
 
-All run in one process, in turns, on one thread; outputs are compared before anything is timed.
+All run in one process, interleaved, on one thread; outputs are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,39 @@ import numpy as np
 import torch
 
 from lowtri import mask as read_mask
-from lowtri.benching.cases import Case, choose
-from lowtri.benching.machine import facts
-from lowtri.benching.peers import FLEX, PEERS, SDPA, Attend
-from lowtri.benching.table import LONGEST, as_json, as_text, measure
+from lowtri.benching import SDPA, Attend, as_json, as_text, facts, measure, sdpa
+from presets import PresetCall, choose, document_lengths
 
-__all__ = ["ONNX", "OPENVINO", "SGLANG", "VLLM", "ZENTORCH", "main"]
-
-ONNX, OPENVINO, VLLM, ZENTORCH, SGLANG = "onnxruntime", "OpenVINO", "vLLM", "zentorch", "SGLang"
+FLEX, ONNX, OPENVINO = "FlexAttention", "onnxruntime", "OpenVINO"
+VLLM, ZENTORCH, SGLANG = "vLLM", "zentorch", "SGLang"
 _BLOCK = 32  # tokens in a block of vLLM's cache
 
 
-def onnx_attention(case: Case) -> Attend | str:
+def flex_attention(case: PresetCall) -> Attend | str:
+    """torch's FlexAttention, compiled; that needs a C++ compiler."""
+    if case.work == "training":
+        return "it has no backward on CPU"
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    lengths = document_lengths(case.n)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    # The last query sees a whole window.
+    width = read_mask(case.mask).pairs(1, case.n) if case.label == "window" else 0
+    first = case.n - case.queries  # the position of the first query
+    sees: dict[str, Callable[..., Any]] = {
+        "causal": lambda b, h, q, k: q + first >= k,
+        "window": lambda b, h, q, k: (q >= k) & (q - k < width),
+        "documents": lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]),
+    }
+    block = None
+    if case.label in sees:
+        block = create_block_mask(sees[case.label], None, None, case.queries, case.n, device="cpu")
+    compiled: Any = torch.compile(flex, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=block, enable_gqa=case.heads != case.kv_heads)
+
+
+def onnx_attention(case: PresetCall) -> Attend | str:
     """onnxruntime on the operator Attention: causal, or with a table of bools."""
     if case.dtype == "bf16" or case.work == "training":
         return "bf16 is not supported on CPUs" if case.dtype == "bf16" else "it has no gradients"
@@ -52,7 +73,7 @@ def onnx_attention(case: Case) -> Attend | str:
     table = _table(case)
     names = ["q", "k", "v"] + ["table"] * (table is not None)
     kinds = dict.fromkeys(("q", "k", "v"), kind) | {"table": TensorProto.BOOL}
-    causal = int(case.mask_name == "causal" and case.work != "decode")
+    causal = int(case.label == "causal" and case.work != "decode")
     node = helper.make_node("Attention", names, ["o"], is_causal=causal)
     shapes = {name: [f"{name}{axis}" for axis in range(2 if name == "table" else 4)] for name in (*names, "o")}
     inputs = [helper.make_tensor_value_info(name, kinds[name], shapes[name]) for name in names]
@@ -71,7 +92,7 @@ def onnx_attention(case: Case) -> Attend | str:
     return attend
 
 
-def openvino_attention(case: Case) -> Attend | str:
+def openvino_attention(case: PresetCall) -> Attend | str:
     """OpenVINO's ScaledDotProductAttention in float32."""
     if case.dtype != "float32" or case.work == "training":
         return "it has no gradients" if case.work == "training" else "measured in float32 only"
@@ -85,7 +106,7 @@ def openvino_attention(case: Case) -> Attend | str:
     size = [1, case.heads, -1, case.d]
     q, k, v = (opset13.parameter(openvino.PartialShape(size), openvino.Type.f32) for _ in range(3))
     table = _table(case)
-    parameters, causal = [q, k, v], case.mask_name == "causal" and case.work != "decode"
+    parameters, causal = [q, k, v], case.label == "causal" and case.work != "decode"
     if table is not None:
         parameters.append(opset13.parameter(openvino.PartialShape([-1, -1]), openvino.Type.boolean))
         result = opset13.scaled_dot_product_attention(q, k, v, parameters[3], causal=False)
@@ -102,9 +123,9 @@ def openvino_attention(case: Case) -> Attend | str:
     return attend
 
 
-def vllm_attention(case: Case) -> Attend | str:
+def vllm_attention(case: PresetCall) -> Attend | str:
     """vLLM's CPU kernel: causal or a window, over a paged cache that is filled before timing."""
-    if case.work == "training" or case.mask_name not in ("causal", "window"):
+    if case.work == "training" or case.label not in ("causal", "window"):
         return "it has no gradients" if case.work == "training" else "measured for causal masks and windows only"
     if case.dtype == "float16":
         return "measured in float32 and bf16 only"
@@ -115,7 +136,7 @@ def vllm_attention(case: Case) -> Attend | str:
         name = "_C_AVX2" if not torch.cpu._is_avx512_supported() else "_C_AVX512"
         torch.ops.load_library(str(Path(spec.origin).parent / f"{name}.abi3.so"))
     ops, window = torch.ops._C, -1
-    if case.mask_name == "window":
+    if case.label == "window":
         window = int(np.asarray(read_mask(case.mask).pairs(1, case.n)).sum())  # the last query sees a whole window
     dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
     lengths = torch.tensor([case.n], dtype=torch.int32)
@@ -141,20 +162,20 @@ def vllm_attention(case: Case) -> Attend | str:
     return attend
 
 
-def zentorch_attention(case: Case) -> Attend | str:
+def zentorch_attention(case: PresetCall) -> Attend | str:
     """AMD's plugin; it refuses to load beside another version of torch."""
     if _missing("zentorch"):
         return _missing("zentorch")
-    if case.work == "training" or case.mask_name not in ("causal", "full"):
+    if case.work == "training" or case.label not in ("causal", "full"):
         return "measured forward only, for causal and full masks"
     import zentorch  # noqa: F401 - an ImportError says which version of torch it needs
 
     flash = torch.ops.zentorch.zentorch_sdpa
-    causal = case.mask_name == "causal" and case.work != "decode"
+    causal = case.label == "causal" and case.work != "decode"
     return lambda q, k, v: flash(q, k, v, 0.0, causal)[0]
 
 
-def sglang_attention(case: Case) -> Attend | str:
+def sglang_attention(case: PresetCall) -> Attend | str:
     return "sgl-kernel-cpu is not in the package index" if _missing("sgl_kernel") else "not measured here"
 
 
@@ -163,36 +184,32 @@ def _missing(*names: str) -> str:
     return "".join(f"{name} is not installed " for name in names if importlib.util.find_spec(name) is None).strip()
 
 
-def _table(case: Case) -> torch.Tensor | None:
+def _table(case: PresetCall) -> torch.Tensor | None:
     """The mask as bools, unless it is causal or hides nothing."""
-    if case.mask_name in ("causal", "full") or case.work == "decode":
+    if case.label in ("causal", "full") or case.work == "decode":
         return None
     return torch.from_numpy(read_mask(case.mask).dense(case.n).copy())
 
 
-_FOUND: dict[str, Callable[[Case], Attend | str]] = {
-    **{ONNX: onnx_attention, OPENVINO: openvino_attention, VLLM: vllm_attention},
-    **{ZENTORCH: zentorch_attention, SGLANG: sglang_attention},
+PEERS: dict[str, Callable[[PresetCall], Attend | str]] = {
+    **{SDPA: sdpa, FLEX: flex_attention, ONNX: onnx_attention, OPENVINO: openvino_attention},
+    **{VLLM: vllm_attention, ZENTORCH: zentorch_attention, SGLANG: sglang_attention},
 }
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description="Attention on CPUs, in turns")
-    parser.add_argument("--case", action="append", default=[], help="as in lowtri bench")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", default=[], help="only cases with these words in their names")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    PEERS.update(_FOUND)
     machine = facts(1)
-    names = [SDPA, FLEX, *_FOUND]
-    rows = list(
-        measure(choose(words=given.case), names, 1, longest=LONGEST, progress=lambda words: print(words, flush=True))
-    )
+    rows = list(measure(choose(words=given.case), PEERS, 1, progress=lambda words: print(words, flush=True)))
     print(json.dumps(as_json(rows, machine)) if given.json else as_text(rows, machine))
     for row in rows:
-        times = [(x, name) for name in names if (x := row.times(name)) is not None]
+        times = [(x, name) for name in PEERS if (x := row.times(name)) is not None]
         best, name = min(times, default=(0.0, ""))
         words = f"the best other is {name}, lowtri is {best:.2f} times as fast" if times else "no other was measured"
-        print(f"{row.case.name}: {words}")
+        print(f"{row.call.name}: {words}")
     return as_json(rows, machine)
 
 

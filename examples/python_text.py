@@ -1,7 +1,7 @@
 """Text that every Python ships with, about two megabytes of English, as training text: nothing is downloaded.
 
     python examples/python_text.py out/text           # writes about 600 text files
-    lowtri train out/text/*.txt --out out/model
+    python examples/train/train.py out/text/*.txt --out out/model
 
 Each topic of Python's reference and the docstrings of each module of the standard library are a document. Sources are parsed,
 never imported.
@@ -15,11 +15,18 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from lowtri.errors import DataError
-from lowtri.training.corpus import Document
 
-__all__ = ["python_text"]
+__all__ = ["Document", "python_text"]
+
+
+class Document(NamedTuple):
+    """One text, and the name of its topic or module."""
+
+    name: str
+    text: str
 
 
 def main() -> None:
@@ -34,9 +41,7 @@ def main() -> None:
             (out / f"{number:04}-{name}.txt").write_text(document.text, encoding="utf-8")
     except (DataError, OSError) as error:
         raise SystemExit(f"{out}: {error}") from None
-    print(
-        f"{len(documents)} documents, {sum(len(document.text) for document in documents):,} characters: lowtri train {out}/*.txt"
-    )
+    print(f"{len(documents)} documents, {sum(len(document.text) for document in documents):,} characters in {out}")
 
 
 def python_text(note: Callable[[str], object] | None = None) -> list[Document]:

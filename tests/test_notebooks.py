@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from browser import Browser, Page, chromium
 
 import lowtri
-from browser import Browser, Page, chromium
 from lowtri.explaining.example import untrained
 from lowtri.pictures.svg import INK, PAPER, VISIBLE, ink_over
 

@@ -4,50 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from systems import Library, Sysctl, pretend_macos, pretend_windows
 
 from lowtri import files, system
-from lowtri.benching import machine, timing
-from lowtri.errors import DataError
 from lowtri.kernels import threads
 from lowtri.ops import arguments
-from lowtri.training import lock
-
-APPLE = {
-    "machdep.cpu.brand_string": b"Apple M2 Pro\0",
-    "hw.perflevel0.logicalcpu": (6).to_bytes(4, "little"),
-    "hw.perflevel0.l2cachesize": (16 * 2**20).to_bytes(4, "little"),
-    "hw.memsize": (32 * 2**30).to_bytes(8, "little"),
-}
-
-
-class Sysctl:
-    """macOS's sysctlbyname(name, value, &size, NULL, 0)."""
-
-    def sysctlbyname(self, name: bytes, value: Any, size: Any, *rest: Any) -> int:
-        if name.decode() not in APPLE:
-            return -1
-        known = APPLE[name.decode()]
-        ctypes.memmove(value, known, len(known))
-        size._obj.value = len(known)
-        return 0
 
 
 @pytest.fixture
 def apple(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Sysctl())
+    pretend_macos(monkeypatch)
 
 
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "win32")
+    pretend_windows(monkeypatch)
 
 
 # The cache folder and replacing files.
@@ -99,55 +76,7 @@ def test_other_systems_do_not_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         system.replace(tmp_path / "a", tmp_path / "b")
 
 
-# Locks.
-
-
-def test_a_lock_on_windows(windows: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One byte behind the number of the process is locked, and the file is closed before it is removed."""
-    locked: set[tuple[int, int]] = set()
-    opened: set[int] = set()
-    own_open, own_close, unlink = lock.os.open, lock.os.close, Path.unlink
-
-    def locking(descriptor: int, mode: int, size: int) -> None:
-        place = (lock.os.fstat(descriptor).st_ino, lock.os.lseek(descriptor, 0, lock.os.SEEK_CUR))
-        if place in locked:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        assert place[1] >= 20 and (mode, size) == (2, 1)
-        locked.add(place)
-
-    def close(descriptor: int) -> None:
-        opened.discard(descriptor)
-        own_close(descriptor)
-
-    def remove(path: Path, missing_ok: bool = False) -> None:
-        if opened:
-            raise PermissionError(errno.EACCES, "it is open")
-        unlink(path, missing_ok)
-
-    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
-    try:
-        importlib.reload(lock)
-        monkeypatch.setattr(lock.os, "open", lambda *arguments: (n := own_open(*arguments), opened.add(n))[0])
-        monkeypatch.setattr(lock.os, "close", close)
-        monkeypatch.setattr(Path, "unlink", remove)
-        with lock.only_training(tmp_path):
-            with pytest.raises(DataError, match=f"process {lock.os.getpid()}"), lock.only_training(tmp_path):
-                pass
-            assert len(opened) == 1
-        assert not opened and not list(tmp_path.iterdir())
-    finally:
-        monkeypatch.undo()
-        importlib.reload(lock)
-
-
 # Threads.
-
-
-class Library:
-    """A shared library with some functions."""
-
-    def __init__(self, **functions: Any) -> None:
-        self.__dict__.update(functions)
 
 
 @pytest.fixture
@@ -204,13 +133,12 @@ def test_a_library_that_can_be_used_is_looked_for_in_all(torch_libraries: Any) -
     assert team is not None and team[0] == "libomp.dylib"
 
 
-# The machine.
+# The system.
 
 
 def test_a_mac(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.cpu_name() == "Apple M2 Pro"
-    assert machine.last_cache_bytes() == 16 * 2**20
-    assert timing.available_bytes() == 16 * 2**30
+    assert system.cpu_name() == "Apple M2 Pro"
+    assert system.last_cache_bytes() == 16 * 2**20
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     arguments.available_threads.cache_clear()
     assert arguments.thread_count(is_numpy=True) == 6, "only the fast cores"
@@ -219,8 +147,8 @@ def test_a_mac(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_mac_that_knows_nothing(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sysctl, "sysctlbyname", lambda *arguments: -1)
-    assert machine.cpu_name() and machine.last_cache_bytes() == 32 * 2**20
-    assert timing.available_bytes() == 8 * 2**30 and system.fast_cpus() >= 1
+    assert system.cpu_name() and system.last_cache_bytes() == 32 * 2**20
+    assert system.fast_cpus() >= 1
 
 
 @pytest.mark.parametrize(
@@ -233,14 +161,14 @@ def test_a_mac_that_knows_nothing(apple: None, monkeypatch: pytest.MonkeyPatch) 
 def test_the_cpu_and_the_caches_of_linux(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, name: str) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(machine, "_CPU_INFO", tmp_path / "cpuinfo")
-    assert machine.cpu_name() == name
-    monkeypatch.setattr(machine, "_CACHES", tmp_path)
-    assert machine.last_cache_bytes() == 32 * 2**20, "the system does not say"
+    monkeypatch.setattr(system, "_CPU_INFO", tmp_path / "cpuinfo")
+    assert system.cpu_name() == name
+    monkeypatch.setattr(system, "_CACHES", tmp_path)
+    assert system.last_cache_bytes() == 32 * 2**20, "the system does not say"
     for index, size in enumerate(("64K", "1M", "2048K")):  # no third level
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
-    assert machine.last_cache_bytes() == 2 * 2**20
+    assert system.last_cache_bytes() == 2 * 2**20
 
 
 class Registry:
@@ -265,77 +193,5 @@ class Registry:
 
 
 def test_a_windows_machine(windows: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def status(pointer: Any) -> int:
-        assert pointer._obj.length == 64, "the size of MEMORYSTATUSEX"
-        pointer._obj.available = 3 * 2**30
-        return 1
-
     monkeypatch.setitem(sys.modules, "winreg", Registry)
-    monkeypatch.setattr(
-        ctypes, "windll", SimpleNamespace(kernel32=SimpleNamespace(GlobalMemoryStatusEx=status)), raising=False
-    )
-    assert machine.cpu_name() == "Intel(R) Xeon(R) Platinum"
-    assert timing.available_bytes() == 3 * 2**30
-
-
-# The peak of memory.
-
-
-def during(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uses: list[Any]) -> int | None:
-    """The peak of a call, before and after which the process uses so much memory."""
-    left = iter(uses)
-    monkeypatch.setattr(timing, "_RESET", tmp_path / "no folder" / "clear_refs")
-    monkeypatch.setattr(timing, "memory_use", lambda: next(left))
-    return timing.peak_bytes(lambda: None)
-
-
-def test_the_peak_of_a_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mb = 2**20
-    assert during(monkeypatch, tmp_path, [(50 * mb, 60 * mb), (55 * mb, 90 * mb)]) == 40 * mb
-    assert during(monkeypatch, tmp_path, [(50 * mb, 60 * mb), (55 * mb, 60 * mb)]) is None, "an earlier peak hides it"
-    assert during(monkeypatch, tmp_path, [(50 * mb, 50 * mb), (50 * mb, 50 * mb)]) == 0
-    called: list[int] = []
-    monkeypatch.setattr(timing, "memory_use", lambda: None)
-    assert timing.peak_bytes(lambda: called.append(1)) is None and not called
-
-
-def test_the_memory_of_this_process() -> None:
-    now, peak = system.memory_use() or (0, 0)
-    ones = bytearray(b"1" * 2**25)
-    later = system.memory_use() or (0, 0)
-    assert 2**20 < now <= peak <= later[1] and later[0] - now > 0.9 * len(ones)
-
-
-def test_the_memory_of_a_process_on_windows(windows: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def info(process: Any, pointer: Any, size: Any) -> int:
-        assert process.value == 2**64 - 1 and size.value == pointer._obj.length == 72, "the size of the structure"
-        numbers = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64))
-        numbers[1], numbers[2] = 7 * 2**20, 5 * 2**20  # PeakWorkingSetSize, WorkingSetSize
-        return answer
-
-    kernel32 = SimpleNamespace(K32GetProcessMemoryInfo=info)
-    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
-    answer = 1
-    assert system.memory_use() == (5 * 2**20, 7 * 2**20)
-    answer = 0
-    assert system.memory_use() is None
-    del kernel32.K32GetProcessMemoryInfo
-    assert system.memory_use() is None
-
-
-def test_the_memory_of_a_process_on_macos(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert system.memory_use() is None, "a C library without task_info"
-
-    def task_info(task: int, flavor: int, pointer: Any, count: Any) -> int:
-        assert (task, flavor, count._obj.value) == (259, 20, 12), (
-            "MACH_TASK_BASIC_INFO, and its size in words of 32 bits"
-        )
-        numbers = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64))
-        numbers[1], numbers[2] = 5 * 2**20, 7 * 2**20  # resident_size, resident_size_max
-        return failure
-
-    failure = 0
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(task_info=task_info, mach_task_self=lambda: 259))
-    assert system.memory_use() == (5 * 2**20, 7 * 2**20)
-    failure = 5
-    assert system.memory_use() is None
+    assert system.cpu_name() == "Intel(R) Xeon(R) Platinum"

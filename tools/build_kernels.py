@@ -49,7 +49,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
 from lowtri._version import __version__
-from lowtri.kernels import abi, token_rows
+from lowtri.kernels import abi
 from lowtri.kernels.device import NUMBA_OPTIONS, RecordType
 from lowtri.kernels.isa import ALL, PERMISSION, Baseline
 from lowtri.kernels.library import Code, library_name, sources_hash, this_platform
@@ -68,7 +68,7 @@ C_LIBRARY = frozenset({"exp2", "exp2f", "log", "logf", "log2", "log2f", "memcpy"
 
 
 class Job(NamedTuple):
-    """A function to compile: a kernel, a pass over rows (without a spec), or the probe of the CPU (without a function)."""
+    """A function to compile: a kernel, or the probe of the CPU (without a function and a spec)."""
 
     symbol: str
     isa: Baseline
@@ -78,19 +78,11 @@ class Job(NamedTuple):
 
 def jobs_of(isa: Baseline, with_disabled: bool = False) -> list[Job]:
     """All functions of an instruction set; with those that only tests call, too."""
-    kernels = [Job(symbol(name, spec), isa, name, spec) for name, spec in functions_of(isa, with_disabled)]
-    return kernels + [Job(symbol(name, isa), isa, name) for name in token_rows.PASSES]
+    return [Job(symbol(name, spec), isa, name, spec) for name, spec in functions_of(isa, with_disabled)]
 
 
 def function_of(job: Job):  # type: ignore[no-untyped-def]
     """The function of a job, and its types."""
-    if job.spec is None:
-        function, kinds = token_rows.PASSES[job.function]
-        in_c = {
-            **{"floats": types.CPointer(types.float32), "bits": types.CPointer(types.int32)},
-            **{"size": types.int64, "number": types.float32},
-        }
-        return function, types.void(*(in_c[kind] for kind in kinds.split()))
     module = import_module(f"lowtri.kernels.{MODULES.get(job.function, job.function)}")
     return getattr(module, job.function), types.void(RecordType(getattr(abi, job.function.upper()).dtype, job.spec))
 

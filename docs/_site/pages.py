@@ -23,7 +23,10 @@ OUTSIDE = {  # page of the site -> file of the repository
     "CHANGELOG.md": "CHANGELOG.md",
     "SECURITY.md": "SECURITY.md",
     "benchmarks/transformers_models.md": "benchmarks/transformers_models.md",
-    "dev/LOG.md": "dev/LOG.md",
+    "dev/decisions/README.md": "dev/decisions/README.md",
+}
+OUTSIDE |= {
+    f"dev/decisions/{path.name}": f"dev/decisions/{path.name}" for path in (ROOT / "dev/decisions").glob("0*.md")
 }
 SHOWN = {**{source: page for page, source in OUTSIDE.items()}, "examples/leaks/README.md": "gallery.md"}  # file -> page
 LESSONS = "<!-- the lesson's pages -->"  # in docs/lesson.md, since only the site has these pages
@@ -32,7 +35,10 @@ LESSONS = "<!-- the lesson's pages -->"  # in docs/lesson.md, since only the sit
 def on_files(files: Files, config: Any) -> Files:
     for page, source in OUTSIDE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, page, content=re.sub(r"\]\(docs/", "](", text)))
+        text = re.sub(r"\]\(docs/", "](", text)
+        if "/" not in source:  # its links start at the root of the repository, as those of the site's first page do
+            text = re.sub(r"\]\(([^)#]+)", lambda link: f"]({SHOWN.get(link[1], link[1])}", text)
+        files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "gallery.md", content=gallery_page()))
     for language in LANGUAGES:
         files.append(File.generated(config, f"lesson/{file_name(language)}", content=lesson_page(language)))

@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # examples/, which holds the packages demo and why_mask
+EXAMPLES = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(EXAMPLES), str(EXAMPLES / "train")]  # the packages demo and why_mask, the modules train and corpus
 
 from demo.stage import main  # noqa: E402
 from demo.tour import ACTS  # noqa: E402

@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import logging
-import math
 import multiprocessing
 import os
 import statistics
@@ -34,22 +33,35 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import lowtri
-from demo.glassllm_weights import GLASSLLM, load_glassllm
+from demo.asked import (
+    FIGURES,
+    FOUR_DIGITS,
+    KIN,
+    LAST_DIGIT,
+    SCORES,
+    SENTENCES,
+    TIMES,
+    WEIGHTS,
+    Pair,
+    causal_forms,
+    token_by_token,
+    token_table,
+)
+from demo.named_models import NAMES, on_lowtri
 from demo.stage import Act, Context, Result
 from lowtri import plain
 from lowtri.cli.main import main as command
-from lowtri.errors import DataError
 from lowtri.explaining.example import worked
 from lowtri.lesson.languages import LANGUAGES, texts
 from lowtri.lesson.numbers import computed
 from lowtri.lesson.page import file_name, lesson_page
-from lowtri.nn.checkpoint import save
 from lowtri.nn.decoder import Decoder
 from lowtri.parallel import ContextParallel, ShardPlan, plan_shards
+from why_mask.checks import statements
 from why_mask.consequences import as_text as consequences
 from why_mask.consequences import draw
 
-__all__ = ["ACTS", "FIGURES", "KIN", "TIMES", "table_text", "transformers_act"]
+__all__ = ["ACTS", "table_text", "transformers_act"]
 
 ACTS: dict[str, Act] = {}
 Run = Callable[[Context], Result]
@@ -66,33 +78,6 @@ def act(name: str, title: str) -> Callable[[Run], Run]:
     return register
 
 
-# Attention with its numbers, as notebooks print them, to four digits; hidden scores aside.
-FIGURES = {
-    "W_q^T": [[0.5406, -0.1657], [0.5869, 0.6496]],
-    "W_k^T": [[-0.1549, -0.3443], [0.1427, 0.4153]],
-    "W_v^T": [[0.6233, 0.6146], [-0.5188, 0.1323]],
-    "q": [[0.7621, -0.0428], [1.1063, 0.7890], [1.1164, -2.1336]],
-    "k": [[-0.1469, -0.3038], [0.1057, 0.3685], [-0.9914, -2.4152]],
-    "v": [[0.6038, 0.7434], [-0.3502, 0.5303], [3.8695, 2.4246]],
-    "scores": [[-0.0990, 0.0648, -0.6523], [-0.4022, 0.4078, -3.0024], [0.4842, -0.6683, 4.0461]],
-    "scaled": [[-0.0700, 0.0458, -0.4612], [-0.2844, 0.2883, -2.1230], [0.3424, -0.4725, 2.8610]],
-    "weights": [[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]],
-    "output": [[0.6038, 0.7434], [-0.0062, 0.6072], [3.4989, 2.2427]],
-}
-_SCORES = [
-    [0.50390039, 0.5365974, 0.41871129, 0.81252469],
-    [0.84036985, 0.86761153, 0.80269944, 0.87209218],
-    [0.69733857, 0.93032391, 0.81018176, 0.74386275],
-    [0.41280469, 0.59346427, 0.12186543, 0.97038267],
-]
-_WEIGHTS = [
-    [1, 0, 0, 0],
-    [0.49319, 0.50681, 0, 0],
-    [0.29569882, 0.37327924, 0.33102193, 0],
-    [0.21312847, 0.25532945, 0.15932655, 0.37221554],
-]
-
-
 @act("steps", "Every step, with its numbers")
 def steps(context: Context) -> Result:
     """“Write a poem” under seed 42: what goes in, what comes out, and everything between."""
@@ -103,20 +88,20 @@ def steps(context: Context) -> Result:
     result.file("steps.txt", f"{explained}\n")
     away = max(float(np.abs(explained[name].value - np.array(rows)).max()) for name, rows in FIGURES.items())
     result.check(
-        f"all {len(FIGURES)} steps have the notebooks' figures: at most {away:.0e} away, printed to 1e-4", away < 6e-5
+        f"all {len(FIGURES)} steps have the notebooks' figures: at most {away:.0e} away, printed to 1e-4",
+        away < FOUR_DIGITS,
     )
     weights, unmasked = explained["weights"].value, explained["weights"].unmasked
     assert unmasked is not None
     result.check("a hidden weight is exactly 0", not weights[np.triu_indices(3, 1)].any())
     same = float(np.abs(weights[2] - unmasked[2]).max())
     result.check(f"the last row, which sees everybody, is the same without a mask: {same:.0e} apart", same < 1e-12)
-    formula = plain.softmax(np.array(_SCORES) + plain.make_causal_mask(4))
-    away = float(np.abs(formula - np.array(_WEIGHTS)).max())
-    result.check(f"the NumPy form has its eight digits: at most {away:.0e} away", away < 2e-8)
+    formula = plain.softmax(SCORES + plain.make_causal_mask(4))
+    away = float(np.abs(formula - WEIGHTS).max())
+    result.check(f"the NumPy form has its eight digits: at most {away:.0e} away", away < LAST_DIGIT)
     return result
 
 
-_SENTENCES = ("The black cat <end>", "I love Machine Learning", "I love NLP")
 _OTHERS = ("causal & window(4)", "causal | first(4)", "causal & (window(4) | first(1))", "causal & chunks(4)")
 _DOCUMENTS = "causal & documents(lengths=[5, 9, 4])"
 
@@ -125,17 +110,17 @@ _DOCUMENTS = "causal & documents(lengths=[5, 9, 4])"
 def masks(context: Context) -> Result:
     """On the left everybody sees everybody, as in an encoder; on the right each token sees itself and the earlier ones."""
     result = context.result()
-    for number, sentence in enumerate(_SENTENCES, start=1):
+    for number, sentence in enumerate(SENTENCES, start=1):
         tokens = sentence.split()
         n, name = len(tokens), f"masks-{number}.svg"
         lowtri.full().save(context.out / name, n, beside=lowtri.causal(), tokens=tokens)
         result.picture(name, text=lowtri.full().draw(n, beside=lowtri.causal(), tokens=tokens, ticks=True))
-        drawn = [line.split()[1:] for line in lowtri.causal().draw(n, tokens=tokens, ticks=True).splitlines()[1:]]
+        drawn = [line[1:] for line in token_table("causal", sentence)[1:]]
         result.check(
             f"“{sentence}”: token i is seen by i and all after it, {lowtri.causal().pairs(n)} of {n * n} pairs",
             drawn == [["✓"] * (q + 1) + ["✗"] * (n - q - 1) for q in range(n)],
         )
-    for number, text in enumerate((*_OTHERS, _DOCUMENTS), start=len(_SENTENCES) + 1):
+    for number, text in enumerate((*_OTHERS, _DOCUMENTS), start=len(SENTENCES) + 1):
         mask = lowtri.mask(text)
         mask.save(context.out / f"masks-{number}.svg")  # as many positions as show the mask
         result.picture(f"masks-{number}.svg", text=str(mask))
@@ -167,7 +152,7 @@ def paths(context: Context, n: int = 512) -> Result:
     q, k, v = torch.randn(3, 1, 8, n, 64, generator=torch.Generator().manual_seed(0))  # (B, H, N, D)
     truth = lowtri.attention(q.double(), k.double(), v.double(), "causal", engine="reference")
     result, rows = context.result(), []
-    for name, path in _paths(q, k, v).items():
+    for name, path in causal_forms(q, k, v).items():
         output = torch.as_tensor(path())  # the first call may compile
         away = float((output.double() - truth).abs().max())
         rows.append((name, f"{away:.1e}", f"{_median(path) * 1000:.1f} ms"))
@@ -182,29 +167,6 @@ def paths(context: Context, n: int = 512) -> Result:
     first = next(name for name, answer in choice.answers.items() if answer.startswith("yes: "))
     result.check(f"{choice.engine} runs, the first engine that answers yes", choice.engine == first)
     return result
-
-
-def _paths(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    n, scale = q.shape[2], 1 / math.sqrt(q.shape[3])
-    visible = plain.create_causal_mask_bool(n)
-    arrays = (q.numpy(), k.numpy(), v.numpy())
-    finite = torch.from_numpy(plain.make_causal_mask(n)).float()
-    return {
-        "plain, -1e9 added (NumPy)": lambda: plain.masked_self_attention(*arrays, plain.make_causal_mask(n))[0],
-        "plain, -1e9 added": lambda: plain.masked_self_attention(q, k, v, finite)[0],
-        "plain, -inf added": lambda: plain.masked_self_attention(q, k, v, plain.create_causal_mask(n))[0],
-        "plain, boolean, True = attend": lambda: plain.masked_attention_bool(q @ k.mT * scale, visible) @ v,
-        "torch SDPA, boolean table": lambda: sdpa(q, k, v, attn_mask=visible),
-        "torch SDPA, is_causal": lambda: sdpa(q, k, v, is_causal=True),
-        'lowtri.attention(q, k, v, "causal")': lambda: lowtri.attention(q, k, v, "causal"),
-        "lowtri, NumPy in and out": lambda: lowtri.attention(*arrays, "causal"),
-        "lowtri, token by token with a cache": lambda: _token_by_token(lowtri.KVCache("causal", capacity=n), q, k, v),
-    }
-
-
-def _token_by_token(cache: lowtri.KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    outputs = [cache.attend(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1]) for t in range(q.shape[2])]
-    return torch.cat(outputs, dim=2)
 
 
 def _median(path: Callable[[], object], times: int = 5) -> float:
@@ -334,7 +296,7 @@ def cache(context: Context) -> Result:
     for number, mask in enumerate(_CACHED, start=1):
         grown, outputs, row = lowtri.KVCache(mask), [], [mask]
         for begin, end in ((0, early), (early, late)):
-            outputs.append(_token_by_token(grown, *(x[:, :, begin:end] for x in (q, k, v))))
+            outputs.append(token_by_token(grown, *(x[:, :, begin:end] for x in (q, k, v))))
             row.append(f"{grown.held:,} tokens, {grown.bytes:,} B")
             sizes[mask, end] = grown.bytes
         rows.append(row)
@@ -493,52 +455,6 @@ def _rank(rank: int, port: int, plan: ShardPlan, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
-# Two pairs that are easily confused: a title, the two columns, and for each row a question with its two answers.
-Pair = tuple[str, tuple[str, str], tuple[tuple[str, str, str], ...]]
-
-TIMES: Pair = (
-    "Training and inference",
-    ("training", "inference"),
-    (
-        ("Do future tokens exist?", "yes: the whole text is there", "no: they are not generated yet"),
-        (
-            "Is a mask needed?",
-            "yes",
-            "not with a key/value cache; yes if the prefix is recomputed, from two layers on",
-        ),
-        (
-            "Why?",
-            "all positions are computed at once, and without the mask position i reads the token that it must predict",
-            "a cache has only earlier tokens; a prefix recomputed without a mask lets old tokens see newer ones",
-        ),
-    ),
-)
-KIN: Pair = (
-    "Masked self-attention and an autoregressive model",
-    ("masked self-attention", "autoregressive model"),
-    (
-        (
-            "What is it?",
-            "attention in which token i sees tokens 1 to i",
-            "a model that predicts each token from those before it",
-        ),
-        ("What for?", "to hide later tokens while all positions are computed at once", "to generate, token by token"),
-        (
-            "Where is it used?",
-            "in GPT, and in the decoders of T5, BART and Whisper",
-            "the same models when they generate; also recurrent (RNN, LSTM) language models",
-        ),
-        ("Does it hide the future?", "yes, by its mask", "there is none: later tokens do not exist yet"),
-        (
-            "Does it need its own output?",
-            "no: in training it reads the true text",
-            "yes: each output is the next input",
-        ),
-        ("How does it run?", "in parallel over the tokens", "one token at a time"),
-    ),
-)
-
-
 def table_text(pair: Pair, width: int = 100) -> str:
     """A pair as a table for a terminal, its cells wrapped."""
     title, columns, rows = pair
@@ -562,43 +478,13 @@ def _show_pair(result: Result, pair: Pair) -> None:
 def why(context: Context) -> Result:
     """One small model, trained twice on Python's own texts: once it may see the future, once it may not."""
     experiment, result = context.experiment, context.result()
-    masked, unmasked = experiment.masked, experiment.unmasked
     if draw(experiment, context.out / "why-mask.png"):
         result.picture("why-mask.png", text=consequences(experiment))
     else:  # without matplotlib
         result.say(consequences(experiment))
     _show_pair(result, TIMES)
-    apart = abs(masked.stepwise - masked.validation)
-    result.check(f"masked: teacher-forced and step by step agree, {apart:.0e} apart, below 1e-5", apart < 1e-5)
-    result.check(
-        f"unmasked: it cheats, {unmasked.validation:.3f} teacher-forced and {unmasked.stepwise:.3f} step by step",
-        unmasked.stepwise > 2 * unmasked.validation,
-    )
-    gap, fall = unmasked.validation - unmasked.training, unmasked.stepwise - unmasked.validation
-    result.check(
-        f"unmasked: validation does not show it ({gap:+.3f} over training), step by step does ({fall:+.3f})",
-        abs(gap) < fall / 10,
-    )
-    for name in ("words", "pairs"):
-        ours, theirs = (getattr(it.words, name) for it in (masked, unmasked))
-        result.check(f"known {name} written: {ours:.0%} with the mask, {theirs:.0%} without", ours > theirs)
-    result.check(
-        f"masked: {masked.stepwise:.2f} step by step, better than letter frequencies, {experiment.unigram:.2f}",
-        masked.stepwise < experiment.unigram,
-    )
-    # How much worse the other one is depends on how long it learnt to copy; that it is much worse does not.
-    best = min(unmasked.stepwise, unmasked.anew)
-    result.check(
-        f"unmasked: {best:.2f} at best, at least a nat behind the masked one",
-        best > masked.stepwise + 1,
-    )
-    (_, one), (layers, whole) = sorted(experiment.modes.items())
-    same = max(*one, whole.cache, whole.prefix_with_mask)
-    result.check(f"training is inference with a cache, or with the prefix and its mask: {same:.0e} apart", same < 1e-4)
-    result.check(
-        f"the prefix without a mask is so in one layer only: {whole.prefix_without_mask:.2g} apart in {layers}",
-        whole.prefix_without_mask > 1e-2,
-    )
+    for statement in statements(experiment):
+        result.check(statement.text, statement.holds)
     result.file("why-mask.json", json.dumps(experiment.as_dict(), indent=1) + "\n")
     return result
 
@@ -618,8 +504,9 @@ def writing(context: Context) -> Result:
                     (title, f"{temperature:g}", f"{prompt!r} ... {_written(model, prompt, context, temperature)!r}")
                 )
         folder = title.replace(" ", "-")
-        save(model, context.out / folder, experiment.tokenizer)
-        for name in ("config.json", "model.safetensors"):
+        model.save(context.out / folder)
+        experiment.tokenizer.save(str(context.out / folder / "tokenizer.json"))
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
             result.file(f"{folder}/{name}")
     as_printed = (f"{title:<13}  {temperature:<3}  {text}" for title, temperature, text in rows)
     result.table(("trained", "temperature", "what it writes"), rows, "\n".join(as_printed))
@@ -654,7 +541,7 @@ _DIFFERENCE = 1e-4  # float32, against logits of up to some tens
 
 @act("transformers", "A model of transformers, switched over")
 def transformers_act(context: Context) -> Result:
-    """attn_implementation="lowtri": the trained model of this page as transformers loads it, and five shapes of other attention."""
+    """attn_implementation="lowtri": the trained model of this page, the models of four families, and other shapes of attention."""
     result = context.result()
     if find_spec("transformers") is None:
         result.say(
@@ -668,11 +555,8 @@ def transformers_act(context: Context) -> Result:
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
-    experiment, folder = context.experiment, context.out / "switched"
-    save(experiment.models["causal"], folder, experiment.tokenizer)
-    for name in ("config.json", "model.safetensors"):
-        result.file(f"switched/{name}")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    experiment = context.experiment
+    model = _as_llama(experiment.models["causal"])
     ids = torch.tensor([experiment.tokenizer.encode(_PROMPTS[0]).ids])
     before, text = _logits(model, ids), _continued(model, ids)
     switch(model)
@@ -691,16 +575,39 @@ def transformers_act(context: Context) -> Result:
     result.file(report.save(context.out / "audit-switched.html").name)
     result.check(f"audited with lowtri's attention: {report.verdict}", report.ok)
     rows = []
+    for name in NAMES:
+        switched, away = on_lowtri(name)
+        rows.append((name, f"{away:.1e}"))
+        result.check(f"{name}: {away:.1e} from eager, below {_DIFFERENCE:.0e}", away < _DIFFERENCE)
+        report = switched.audit(probes=["change"], progress=False)
+        result.check(f"{name}, audited with lowtri's attention: {report.verdict}", report.ok)
     for name, other in _others(transformers).items():
         away = _difference(other, switch)
         rows.append((name, f"{away:.1e}"))
         result.check(f"{name}: {away:.1e} from eager, below {_DIFFERENCE:.0e}", away < _DIFFERENCE)
-    result.table(("random weights, three rows, one padded on the left", "greatest difference"), rows)
+    result.table(("random weights", "greatest difference"), rows)
     return result
 
 
+def _as_llama(decoder: Decoder) -> Any:
+    """The same weights in the Llama of transformers, whose parameters have the same names."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = decoder.config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
+    names += ["num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
+    sizes: dict[str, Any] = {name: getattr(c, name) for name in names}
+    sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_theta}
+    sizes["eos_token_id"] = None if c.eos_token_id is None else list(c.eos_token_id)
+    config = LlamaConfig(**sizes)
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config).eval()
+    model.load_state_dict(decoder.state_dict())
+    return model
+
+
 def _others(tf: Any) -> dict[str, Any]:
-    """Attention of other shapes: windows, capped scores, sinks, a position bias, an encoder and a decoder."""
+    """Attention of other shapes: windows, capped scores, sinks."""
     torch.manual_seed(0)
     size = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 128}
     size |= {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -708,19 +615,10 @@ def _others(tf: Any) -> dict[str, Any]:
     two |= {"num_key_value_heads": 2, "head_dim": 16}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    sides = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    bart = {"vocab_size": 99, "d_model": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
-    gpt2 = {"vocab_size": 99, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
-    t5 = {"vocab_size": 99, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     return {
-        "GPT-2": tf.GPT2LMHeadModel(tf.GPT2Config(**gpt2)),
         "Gemma 2: scores capped, every other layer a window": tf.Gemma2ForCausalLM(tf.Gemma2Config(**size, **two)),
         "gpt-oss: sinks, every other layer a window": tf.GptOssForCausalLM(
             tf.GptOssConfig(**size, **two, **experts, **rope)
-        ),
-        "T5: a learned position bias, cross-attention": tf.T5ForConditionalGeneration(tf.T5Config(**t5)),
-        "BART: encoder, decoder, cross-attention": tf.BartForConditionalGeneration(
-            tf.BartConfig(**bart, **sides, max_position_embeddings=64)
         ),
     }
 
@@ -734,10 +632,7 @@ def _difference(model: Any, switch: Any) -> float:
     ids = torch.randint(3, 99, (3, 24))
     pads = torch.ones_like(ids)
     pads[0, :7] = 0
-    inputs = {"input_ids": ids, "attention_mask": pads}
-    keep = pads.bool()
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"], keep = ids[:, :12], torch.ones(3, 12, dtype=torch.bool)
+    inputs, keep = {"input_ids": ids, "attention_mask": pads}, pads.bool()
     logits = []
     for change in (lambda: model.set_attn_implementation("eager"), lambda: switch(model)):
         change()
@@ -755,58 +650,6 @@ def _continued(model: Any, ids: Tensor) -> Tensor:
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     continued: Tensor = model.generate(ids, **options)
     return continued
-
-
-_QUEEN = ("The Queen said", "Alice was ", "“Off with")
-
-
-@act("glassllm", "Weights that others trained")
-def glassllm_act(context: Context, load: Callable[[], Decoder] = load_glassllm) -> Result:
-    """glassllm, 0.85 million parameters trained on Alice, in lowtri's Decoder, compared with the package's own forward in NumPy.
-
-    Args:
-        load: the function that reads the weights.
-    """
-    result, new = context.result(), 40
-    try:
-        model = load()
-        import glassllm
-    except (DataError, ImportError):
-        result.say(f"Left out: its weights are not installed. {GLASSLLM.install}")
-        return result
-    theirs, tokenizer = glassllm.load_pretrained("en")
-    ids = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, model.config.max_position_embeddings))
-    with torch.no_grad():
-        away = float(np.abs(model(torch.from_numpy(ids)).numpy() - theirs(ids).data).max())
-    result.check(f"logits at {ids.size} positions: at most {away:.0e} from the package's, below 1e-04", away < 1e-4)
-    rows, same = [], []
-    for prompt in _QUEEN:
-        started = time.perf_counter()
-        written = "".join(lowtri.generate(model, prompt, new))
-        seconds = time.perf_counter() - started
-        steps = theirs.generate(tokenizer.encode(prompt), new, greedy=True)
-        same.append(tokenizer.decode([step.token for step in steps]) == written)
-        random = "".join(lowtri.generate(model, prompt, new, temperature=0.7, seed=1))
-        rows.append(("0", f"{prompt!r} ... {written!r}   ({new / seconds:.0f} tokens/s)"))
-        rows.append(("0.7", f"{prompt!r} ... {random!r}"))
-    as_printed = (f"{temperature:<3}  {text}" for temperature, text in rows)
-    result.table(("temperature", "what it writes"), rows, "\n".join(as_printed))
-    result.check(
-        f"greedily it writes what the package writes, token by token: {sum(same)} of {len(same)} texts", all(same)
-    )
-    assert model.tokenizer is not None
-    prompt_ids = model.tokenizer.encode(_QUEEN[0] + " to the King").ids
-    labels = [model.tokenizer.decode([token]) for token in prompt_ids]
-    explained = lowtri.explain(model, torch.tensor(prompt_ids), tokens=labels)
-    weights = explained["weights"].value
-    weight_map = lowtri.show(weights, tokens=labels, mask="causal")
-    result.picture("glassllm-weights.svg", weight_map, str(weight_map))
-    result.check("in its first head, each token's weights sum to 1", np.allclose(weights.sum(-1), 1))
-    report = lowtri.audit(model, torch.from_numpy(ids[:, :16]), mask="causal", progress=False)
-    result.say(report.message)
-    result.check(f"the audit: {report.verdict}", report.ok)
-    result.file("glassllm.txt", result.text + "\n")
-    return result
 
 
 _PAGE_BYTES = 2_000_000

@@ -16,7 +16,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # examples/, which holds the package why_mask
+EXAMPLES = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(EXAMPLES), str(EXAMPLES / "train")]  # the package why_mask, and the modules train and corpus
 
 from lowtri.files import write_text  # noqa: E402
 from why_mask.consequences import as_text, draw  # noqa: E402

@@ -8,7 +8,7 @@ Everything here is measured; nothing is assumed about how it comes out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from corpus import BYTES, IGNORED, Packed, Recipe, encode_document, learn, split
 from lowtri.errors import DataError
 from lowtri.generation.generate import generate
 from lowtri.nn import Decoder, DecoderConfig
-from lowtri.training.corpus import BYTES, IGNORED, Document, Packed, Recipe, encode_document, learn, split
-from lowtri.training.train import Step, train
 from python_text import python_text
+from train import Run
 from why_mask.modes import Differences, all_at_once, differences, first_layers, prefix_anew, with_a_cache
 from why_mask.words import Known, Shares
 
@@ -41,7 +41,7 @@ class Setting:
     layers: int = 4
     hidden: int = 128
     heads: int = 4
-    recipe: Recipe = field(default_factory=lambda: Recipe(steps=360, context=128, lr=3e-3, validate_every=60))
+    recipe: Recipe = field(default_factory=lambda: Recipe(steps=360, context=128, lr=3e-3, every=60))
     rows: int = 24  # held-out rows to measure on, each within one document, and as many of those trained on
     prompt: int = 32  # tokens of each held-out row that the models continue to its end
     temperature: float = 0.7  # at which they write
@@ -53,7 +53,7 @@ SHORT = Setting(
     hidden=64,
     rows=24,
     prompt=16,
-    recipe=Recipe(steps=250, batch=8, context=64, lr=5e-3, held_out=0.1, validate_every=50),
+    recipe=Recipe(steps=250, batch=8, context=64, lr=5e-3, held_out=0.1, every=50),
 )
 
 
@@ -109,23 +109,24 @@ class Experiment:
 def why_mask(
     setting: Setting | None = None,
     *,
-    documents: list[Document] | None = None,
+    texts: Sequence[str] | None = None,
     note: Callable[[str], object] = lambda _: None,
 ) -> Experiment:
     """Train both models and measure them.
 
     Args:
         setting: the full experiment if not given: about two minutes on two cores.
-        documents: the text; that which every Python brings along if not given.
+        texts: each a document; those that every Python brings along if not given.
         note: is told in a line what begins, and how training goes.
 
     Raises:
         DataError: if the text is too short to hold rows back.
     """
     setting = setting or Setting()
-    texts = python_text(note) if documents is None else documents
+    if texts is None:
+        texts = [document.text for document in python_text(note)]
     tokenizer = learn([])
-    corpus = Packed.of(encode_document(tokenizer, document.text) for document in texts)
+    corpus = Packed.of(encode_document(tokenizer, text) for text in texts)
     recipe = setting.recipe
     corpus.require(recipe.context)
     trained_on, held_out = split(corpus.count(recipe.context), recipe.held_out)
@@ -184,21 +185,19 @@ def _train(
     model: Decoder, corpus: Packed, unseen: Tensor, setting: Setting, note: Callable[[str], object]
 ) -> tuple[Point, ...]:
     """Train it in place; losses on the way, on some of the held-out rows."""
-    some = unseen[:16]
+    some, recipe = unseen[:16], setting.recipe
     curve: list[Point] = []
-
-    def on_step(step: Step) -> None:
-        if step.validation is not None:
-            forced, stepwise = (
-                float(_losses(run(model, some[:, :-1]), some).mean()) for run in (all_at_once, with_a_cache)
-            )
-            curve.append(Point(step.number, step.loss, forced, stepwise))
+    training = Run(model, corpus, recipe, model.config.mask)
+    for loss in training.train():
+        if training.done % recipe.every == 0 or training.done == recipe.steps:
+            model.eval()
+            forced = float(_losses(all_at_once(model, some[:, :-1]), some).mean())
+            stepwise = float(_losses(with_a_cache(model, some[:, :-1]), some).mean())
+            curve.append(Point(training.done, loss, forced, stepwise))
             note(
-                f"mask {model.config.mask:<6}  step {step.number:>4}: training {step.loss:.3f}, validation {forced:.3f}, "
+                f"mask {model.config.mask:<6}  step {training.done:>4}: training {loss:.3f}, validation {forced:.3f}, "
                 f"step by step {stepwise:.3f} nats"
             )
-
-    train(model, corpus, setting.recipe, on_step=on_step)
     model.eval()
     return tuple(curve)
 

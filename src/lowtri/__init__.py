@@ -17,11 +17,11 @@ The packages, in reading order; a package imports only packages above it:
     generation    the key/value cache, sampling, and the generation loop
     nn            torch modules: MaskedSelfAttention, MultiHeadAttention, Decoder, RecurrentLM
     parallel      one sequence over many processes, split by what its mask shows
-    training      trains a model on text files, and writes a folder that transformers loads
     auditing      the audit: whether a model depends on what its mask hides
     verifying     compares any attention function with the definition; names well-known mistakes
     explaining    every step of attention, with numbers
-    benching      benchmarks against torch and the CPU's own limits
+    benching      the timer, the limits of the CPU, and attention's speed beside torch's
+    doctor        what this machine has, and what is missing
     integrations  transformers, torch.nn, FlexAttention, flash-attn, JAX
     lesson        masked self-attention as an interactive page, in four languages
     cli           the command `lowtri`, a function per verb

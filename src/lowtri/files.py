@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,9 @@ def writing(function: str, path: str | Path) -> Iterator[None]:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary path in the same folder, then rename that file to ``path``, or to what ``path`` links to.
 
+    The temporary file is new and has a name of its own: threads and processes may write to one path at the same time, and the last
+    of them stays; a link of that name, which somebody laid before, is not followed.
+
     Raises:
         OSError: names ``path``, whatever exception the writing library raises for a full disk; also where ``path`` is a device,
             a pipe or a folder, which a rename would replace.
@@ -44,9 +48,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         kind = (errno.EISDIR, "is a folder") if path.is_dir() else (errno.EINVAL, "is a device or a pipe")
         raise OSError(kind[0], f"{kind[1]}, and only a file can be written", str(path))
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    temporary: Path | None = None
     try:
-        temporary.touch()
+        temporary = _new_file_beside(target)
         mode = temporary.stat().st_mode  # that of any new file; some libraries make theirs unreadable for others
         write(temporary)
         temporary.chmod(mode)
@@ -59,8 +63,23 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             raise
         raise OSError(reason.errno, reason.strerror, str(path)) from error
     finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _new_file_beside(target: Path) -> Path:
+    """An empty file that nobody else has, as ``tempfile.mkstemp`` makes it, but with the mode that the umask gives."""
+    while True:
+        path = target.with_name(f".{target.name[:32]}.{secrets.token_hex(8)}.part")
+        try:
+            descriptor = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666
+            )  # exclusive: no file, and no link, may be there
+        except FileExistsError:
+            continue
+        os.close(descriptor)
+        return path
 
 
 def write_text(path: Path, text: str) -> None:
@@ -69,14 +88,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def os_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind a library's exception: in its chain, quoted in its message, or of one of torch's ranks."""
+    """The operating system's error behind a library's exception: in its chain, or quoted in its message."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error
         if quoted := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors and tokenizers are written in Rust
             return OSError(number := int(quoted[1]), os.strerror(number))
-        for failure in getattr(error, "failures", {}).values():  # of torch's CheckpointException, by rank
-            if reason := os_error(failure[0]):
-                return reason
         error = error.__cause__ or error.__context__
     return None

@@ -66,7 +66,8 @@ def softmax(x: NDArray[Any], axis: int = -1) -> NDArray[Any]:
     >>> print(softmax(np.array([1000.0, 1000.0, -1e9])))
     [0.5 0.5 0. ]
     """
-    exponentials = np.exp(x - x.max(axis=axis, keepdims=True))
+    with np.errstate(under="ignore"):  # a weight too small for a float is 0
+        exponentials = np.exp(x - x.max(axis=axis, keepdims=True))
     weights: NDArray[Any] = exponentials / exponentials.sum(axis=axis, keepdims=True)
     return weights
 

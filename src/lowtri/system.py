@@ -1,12 +1,16 @@
-"""What Linux, macOS and Windows do in ways of their own: where caches are, what the machine has, and replacing a file."""
+"""What Linux, macOS and Windows do in ways of their own: where files are kept, what the machine has, replacing a file, and forking."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,37 @@ def replace(source: Path, target: Path) -> None:
             if sys.platform != "win32" or tried == _BUSY:
                 raise
             time.sleep(0.005 * (tried + 1))
+
+
+# Forks. Only the thread that forks lives on in the child process: a lock that another thread holds at that moment is never released
+# there. What the library locks is renewed here, in the child: what modules say by `after_fork`, and the locks of cached properties.
+
+_after_fork: list[Callable[[], object]] = []
+
+
+def after_fork(act: Callable[[], object]) -> None:
+    """Call ``act`` in every child process that is forked from now on: it replaces a lock, and repairs what the lock guards."""
+    _after_fork.append(act)
+
+
+def _in_forked_child() -> None:
+    for act in _after_fork:
+        act()
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "lowtri"]:
+        for value in list(vars(module).values()):
+            if isinstance(value, type):
+                _renew_locks_of(value)
+
+
+def _renew_locks_of(kind: type) -> None:
+    """Before Python 3.12 a cached property has a lock, which is held while the property of any object is computed."""
+    for value in list(vars(kind).values()):
+        if isinstance(value, cached_property) and hasattr(value, "lock"):
+            value.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def sysctl_text(name: str) -> str:
@@ -92,53 +127,45 @@ def windows_cpu_name() -> str:
         return ""
 
 
-def _structure(kind: Any, *names: str, before: Sequence[tuple[str, Any]] = ()) -> Any:
-    """A structure of an operating system: the fields before, and then those of one kind."""
-    fields = [*before, *((name, kind) for name in names)]
-    return type("_Structure", (ctypes.Structure,), {"_fields_": fields})
+_CPU_INFO, _CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN_CACHE = 32 * 2**20
+_ARM_PARTS = {  # of Linux's "CPU part", by ARM's numbers
+    **{"0xd08": "Cortex-A72", "0xd0b": "Cortex-A76", "0xd0c": "Neoverse N1"},
+    **{"0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2", "0xd84": "Neoverse V3"},
+}
 
 
-def available_memory() -> int | None:
-    """Bytes that new allocations may take without swapping; on macOS half of the memory; None where the system does not say."""
+def cpu_name() -> str:
+    """The CPU's name, as its maker writes it; the machine's kind where the system does not say.
+
+    >>> cpu_name() != ""
+    True
+    """
+    if sys.platform == "darwin":
+        return sysctl_text("machdep.cpu.brand_string") or platform.processor() or platform.machine()
     if sys.platform == "win32":
-        counts = [("length", ctypes.c_uint32), ("load", ctypes.c_uint32)]
-        names = ("total", "available", "total_file", "available_file", "total_virtual", "available_virtual", "extended")
-        kind = _structure(ctypes.c_uint64, *names, before=counts)  # MEMORYSTATUSEX
-        status = kind(length=ctypes.sizeof(kind))
-        windows: Any = ctypes
-        known = windows.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
-        return int(status.available) if known else None
-    if sys.platform == "darwin":  # what is free is little: the rest is a cache that the system gives back
-        return sysctl_number("hw.memsize") // 2 or None
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):
-        return None
+        return windows_cpu_name() or platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if name := values.get("model name") or _ARM_PARTS.get(values.get("CPU part", "")):
+            return name
+    return platform.processor() or platform.machine()
 
 
-def memory_use() -> tuple[int, int] | None:
-    """Bytes of memory that this process occupies, and the most that it has occupied; None where the system does not say."""
-    try:
-        if sys.platform == "win32":
-            windows: Any = ctypes
-            counts = [("length", ctypes.c_uint32), ("page_faults", ctypes.c_uint32)]
-            of = ("peak", "now", "peak_paged", "paged", "peak_unpaged", "unpaged", "committed", "peak_committed")
-            kind = _structure(ctypes.c_size_t, *of, before=counts)  # PROCESS_MEMORY_COUNTERS
-            counters = kind(length=ctypes.sizeof(kind))
-            process = ctypes.c_void_p(-1)  # the handle of this process
-            get = windows.windll.kernel32.K32GetProcessMemoryInfo
-            known = get(process, ctypes.byref(counters), ctypes.c_uint32(counters.length))
-            return (int(counters.now), int(counters.peak)) if known else None
-        if sys.platform == "darwin":
-            c_library: Any = ctypes.CDLL(None)
-            kind = _structure(ctypes.c_int64, "virtual", "now", "peak", "user", "system", "policy_and_count")
-            info, count = kind(), ctypes.c_uint32(ctypes.sizeof(kind) // 4)  # mach_task_basic_info
-            failed = c_library.task_info(c_library.mach_task_self(), 20, ctypes.byref(info), ctypes.byref(count))
-            return None if failed else (int(info.now), int(info.peak))
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        sizes = dict(line.split(":", 1) for line in lines if line.startswith("Vm"))
-        now, peak = (int(sizes[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-        return now, peak
-    except (OSError, AttributeError, KeyError, ValueError):
-        return None
+def load() -> float | None:
+    """The load average of the last minute; None where the system has none."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def last_cache_bytes() -> int:
+    """The size of the last cache before memory; 32 MB where the system does not say."""
+    if sys.platform == "darwin":
+        sizes = [sysctl_number(name) for name in ("hw.l3cachesize", "hw.perflevel0.l2cachesize", "hw.l2cachesize")]
+        return next(filter(None, sizes), _UNKNOWN_CACHE)
+    sizes = []
+    for file in _CACHES.glob("index*/size"):
+        with suppress(OSError, ValueError):
+            text = file.read_text(encoding="ascii").strip()
+            sizes.append(int(text.rstrip("KM")) * (2**20 if text.endswith("M") else 2**10))
+    return max(sizes, default=_UNKNOWN_CACHE)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from cache_names import cache_name
 from torch import Tensor, nn
 
 import lowtri
-from cache_names import cache_name
 
 B, N, D = 3, 10, 4
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import draw
 from torch import Tensor
 
 import lowtri
-from attention_cases import draw
 from lowtri.backends import flex
 from lowtri.backends.flex import score_mod_of, with_sinks
 from lowtri.dispatch.choose import choose, explain_choice

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from recipes import blocks, copy_of_lowtri, replace_line, run
 
 from lowtri.backends import BACKENDS
-from recipes import blocks, copy_of_lowtri, replace_line, run
 
 CALLS = """
     import numpy as np, torch, lowtri

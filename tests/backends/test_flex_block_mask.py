@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_masks import SIZE, Case, cases
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
@@ -16,7 +17,6 @@ from lowtri.errors import CallError, MaskError
 from lowtri.integrations.flex import block_mask
 from lowtri.masks import band, causal, chunks, documents, first, full, heads, keys, strided, table, where, window
 from lowtri.masks.mask import Mask
-from random_masks import SIZE, Case, cases
 
 pytestmark = pytest.mark.not_emulated  # choices and block masks: no kernel runs
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtri.benching import checkup
+from lowtri import doctor
 from lowtri.compat.tested import TESTED, installed_versions, tried_range, untried
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +75,9 @@ def test_an_untried_version_is_one_line_and_no_trouble(monkeypatch: pytest.Monke
     words = f"torch 99.1 was never tried: lowtri's tests have run with {tried_range('torch')}"
     assert untried({"torch": "99.1", "python": "3.10.1"}) == [words]
     assert untried({"torch": "2.5.1"}) != []
-    monkeypatch.setattr(checkup, "installed_versions", lambda: {"torch": "99.1"})
-    report = checkup.checkup(measure=False)
-    assert f"untried   {words}" in checkup.as_text(report).splitlines()
+    monkeypatch.setattr(doctor, "installed_versions", lambda: {"torch": "99.1"})
+    report = doctor.examine(measure=False)
+    assert f"untried   {words}" in doctor.as_text(report).splitlines()
     assert not any("never tried" in words for words in report["trouble"])
 
 

@@ -148,6 +148,11 @@ REFUSED = {
     "softcap below zero": ((X, X, X), {"softcap": -1.0}, "softcap is -1.0, but scores are capped at a positive number"),
     "softcap of inf": ((X, X, X), {"softcap": float("inf")}, "softcap is inf, but scores are capped"),
     "softcap of nan": ((X, X, X), {"softcap": float("nan")}, "softcap is nan, but scores are capped"),
+    "scale beyond float32": (
+        (X, X, X),
+        {"scale": 1e39},
+        r"scale is 1e\+39, but scores of float32 times more than 7.92282e\+28 overflow\. Fix: multiply q instead",
+    ),
     "softcap a tensor": (
         (T, T, T),
         {"softcap": torch.ones(())},

@@ -11,11 +11,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from attention_cases import DTYPES, ENGINES, TRACELESS, able, draw, near, pair_by_pair, wide, with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowtri
-from attention_cases import DTYPES, ENGINES, TRACELESS, able, draw, near, pair_by_pair, wide, with_gradients
 from lowtri import CallError, EngineError, attention, causal, documents, first, full, heads, keys, table, window
 from lowtri.backends import BACKENDS
 

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from attention_cases import EPS, able, draw, near, with_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtri
-from attention_cases import EPS, able, draw, near, with_gradients
 from lowtri import attention, causal, documents, first, full, keys, window
 from lowtri.backends import BACKENDS
 from lowtri.backends import formula as tiles

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import double_double as two
 import numpy as np
 import pytest
 import torch
-
-import double_double as two
-import lowtri
 from attention_cases import DTYPES, ENGINES, EPS, able, draw, near, pair_by_pair, wide, with_gradients
+
+import lowtri
 from lowtri import attention, causal, documents, first, full, heads, window
 from lowtri.backends import formula as tiles
 from lowtri.dispatch.prepared import PREPARED
@@ -325,3 +325,33 @@ def test_nothing_in_nothing_out(shape):
 def test_every_engine_takes_part_in_the_precision_rule():
     ran = {name for dtype in DTYPES for name in able(*draw(dtype=dtype), causal())}
     assert ran == set(ENGINES)
+
+
+@pytest.mark.parametrize("nq", [20, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_the_greatest_softcaps_change_nothing(name: str, dtype: str, nq: int) -> None:
+    """A cap near or beyond the end of the numbers' range, forward and backward; also with great gradients."""
+    q, k, v = draw(nq=nq, nk=20, d=16, dv=16, dtype=dtype)
+    d_out = torch.full((2, 4, nq, 16), 100.0)
+    for cap in (torch.finfo(getattr(torch, name)).max, 2.0**95, 2.0**97):
+        for engine in able(q, k, v, "causal", softcap=1.0):
+            out, grads = with_gradients(engine, (q, k, v), "causal", d_out, softcap=cap)
+            right, right_grads = with_gradients(engine, (q, k, v), "causal", d_out)
+            if name == "float16" and cap < 1e5:  # it caps scores by a little
+                assert (out - right).abs().max() < 1e-2 and all(x.isfinite().all() for x in grads)
+                continue
+            assert near(out, right, dtype, times=16)
+            for found, exact in zip(grads, right_grads, strict=True):
+                assert (found - exact).abs().max() <= 64 * EPS[dtype] * exact.abs().max()
+
+
+@pytest.mark.parametrize("cap", [5e-324, 1e-60, 1e-45, 1e-30])
+def test_the_least_softcaps_make_all_weights_equal(cap: float) -> None:
+    q, k, v = draw(nq=9, nk=9, d=16, dv=16)
+    q[:, :, 3] = 0  # scores of 0
+    for engine in able(q, k, v, "causal", softcap=1.0):
+        out, grads = with_gradients(engine, (q, k, v), "causal", softcap=cap)
+        right = v.repeat_interleave(2, 1).cumsum(2) / torch.arange(1, 10)[:, None]
+        assert near(out, right, "float32", times=16), engine
+        assert all(x.isfinite().all() for x in grads)

@@ -8,14 +8,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from attention_cases import draw, near
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_masks import ROWS, SIZE, Case, cases
 
 import lowtri
-from attention_cases import draw, near
 from lowtri import CallError, attention, attention_backward, causal, documents, where, window
 from lowtri.dispatch import operators
-from random_masks import ROWS, SIZE, Case, cases
 
 ENGINES = ("cpu", "formula", "reference")
 

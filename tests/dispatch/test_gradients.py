@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_cases import ENGINES, able, draw, near, with_gradients
 from torch.autograd import gradcheck, gradgradcheck
 
 import lowtri
-from attention_cases import ENGINES, able, draw, near, with_gradients
 from lowtri import attention, causal, documents, first, full, heads, keys, table, window
 from lowtri.backends import formula as tiles
 from lowtri.backends.cpu.launch import Launch

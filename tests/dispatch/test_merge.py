@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attention_cases import able, draw, near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 import lowtri
-from attention_cases import able, draw, near
 from lowtri import CallError, attention, merge
 
 MASK = lowtri.mask("causal & (window(4) | first(1))")
@@ -71,6 +71,74 @@ def test_what_sees_nothing_in_any_part_sees_nothing(as_numpy):
     lses = [make([-np.inf, 1.0]), make([-np.inf, -np.inf])]
     out, lse = merge(outputs, lses)
     assert out.tolist() == [[0.0], [3.0]] and lse.tolist() == [-np.inf, 1.0]
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+@pytest.mark.parametrize("sign", [-np.inf, np.inf])
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_empty_part_is_neutral_by_either_sign(as_numpy, sign, n):
+    """flash-attn's log-sum-exp of a row without keys is +inf. Also between other parts, and where all are empty."""
+    make = np.asarray if as_numpy else torch.from_numpy
+    rng = np.random.default_rng(0)
+    parts = [(rng.standard_normal((2, 5, 8)), rng.standard_normal((2, 5))) for _ in range(n)]
+    for out, lse in parts:  # row 0 is empty in all, row 1 in the first alone
+        out[:, 0], lse[:, 0] = 0, sign
+    parts[0][0][:, 1], parts[0][1][:, 1] = 0, sign
+    with np.errstate(all="raise"):
+        out, lse = (np.asarray(x) for x in merge([make(o) for o, _ in parts], [make(x) for _, x in parts]))
+    assert not out[:, 0].any() and np.isneginf(lse[:, 0]).all()
+    full = [np.exp(x[:, 1:]) for _, x in parts]
+    full[0][:, 0] = 0
+    total = np.sum(full, axis=0)
+    right = np.sum([o[:, 1:] * e[..., None] for (o, _), e in zip(parts, full, strict=True)], axis=0) / total[..., None]
+    np.testing.assert_allclose(out[:, 1:], right, rtol=1e-12)
+    np.testing.assert_allclose(lse[:, 1:], np.log(total), rtol=1e-12)
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+def test_an_infinite_score_is_not_an_empty_part(as_numpy):
+    """Its output is not 0 (it is NaN, or chosen by whoever made it): what is not known comes out as NaN."""
+    make = np.asarray if as_numpy else torch.tensor
+    out, lse = merge([make([[1.0, 0.0]]), make([[2.0, 3.0]])], [make([np.inf]), make([1.0])])
+    assert np.isnan(np.asarray(out)).all() and lse.tolist() == [np.inf]
+    out, lse = merge([make([[1.0]]), make([[2.0]])], [make([np.nan]), make([1.0])])
+    assert np.isnan(np.asarray(out)).all() and np.isnan(np.asarray(lse)).all()
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+def test_garbage_in_the_output_of_an_empty_part(as_numpy):
+    make = np.asarray if as_numpy else torch.tensor
+    out, lse = merge([make([[np.nan]]), make([[2.0]])], [make([-np.inf]), make([1.0])])
+    assert out.tolist() == [[2.0]] and lse.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("sign", [-np.inf, np.inf])
+def test_gradients_do_not_see_an_empty_part(sign):
+    out, lse = torch.randn(2, 3, 2, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    out[0, 0], lse[0, 0] = 0, sign  # one part of row 0
+    out[:, 1], lse[:, 1] = 0, sign  # both parts of row 1
+    leaves = [x.clone().requires_grad_() for x in (*out, *lse)]
+    joined, total = merge(leaves[:2], leaves[2:])
+    d_out = torch.arange(6.0, dtype=torch.float64).reshape(3, 2) + 1
+    grads = torch.autograd.grad((joined * d_out).sum() + total[[0, 2]].sum(), leaves)
+    assert not grads[0][:2].any() and not grads[1][1].any() and not grads[2][:2].any() and grads[3].tolist()[1] == 0
+    assert grads[1][0].tolist() == d_out[0].tolist() and grads[3][0] == 1
+    assert all(x.isfinite().all() for x in grads)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "formula"])
+@pytest.mark.parametrize("sign", [-np.inf, np.inf])
+def test_backward_of_rows_that_see_nothing_by_either_sign(engine, sign):
+    q, k, v = draw(nq=9, nk=5)
+    output, lse = attention(q, k, v, "causal", return_lse=True, q_positions=range(9), k_positions=range(2, 7))
+    d_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    options = {"q_positions": range(9), "k_positions": range(2, 7), "engine": engine}
+    right = lowtri.attention_backward(d_output, None, output, lse, q, k, v, "causal", **options)
+    signed = lse.masked_fill(lse == -torch.inf, sign)
+    found = lowtri.attention_backward(d_output, None, output, signed, q, k, v, "causal", **options)
+    assert (lse == -torch.inf).sum() == 2 * 4 * 2 and not right.q[:, :, :2].any()
+    for a, b in zip(found[:3], right[:3], strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("as_numpy", [True, False])

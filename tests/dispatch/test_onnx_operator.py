@@ -9,13 +9,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from attention_cases import near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from onnx.backend.test.case.node import _NodeTestCases as NODE_CASES
 from onnx.reference import ReferenceEvaluator
-
-from attention_cases import EPS, near
 from onnx_operator import Outputs, attention
 
 NAMES = {"float32": "FLOAT", "float16": "FLOAT16", "float64": "DOUBLE", "bfloat16": "BFLOAT16"}  # as ONNX calls them
@@ -173,123 +172,3 @@ def test_any_call_gives_what_the_reference_evaluator_gives(call):
     else:
         assert np.array_equal(found.present_key, expected.present_key)
         assert np.array_equal(found.present_value, expected.present_value)
-
-
-@settings(max_examples=100, deadline=None)
-@given(calls())
-def test_tensors_give_what_arrays_give(call):
-    inputs, attributes = call
-    arrays = attention(**inputs, **attributes, return_qk_matmul=True)
-    tensors = attention(
-        **{name: torch.from_numpy(x) for name, x in inputs.items()}, **attributes, return_qk_matmul=True
-    )
-    for one, other in zip(arrays, tensors, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or near(other, one, "float64", times=32)
-
-
-# What the cases leave open
-
-
-def some(rows=2, heads=4, kv_heads=2, nq=5, nk=5, size=8, dtype=np.float32, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = ((rows, heads, nq, size), (rows, kv_heads, nk, size), (rows, kv_heads, nk, size))
-    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
-
-
-def test_step_by_step_is_all_at_once():
-    q, k, v = some(nq=9, nk=9)
-    whole = attention(q, k, v, is_causal=1, left_window_size=3)
-    past, steps = {}, []
-    for new in (slice(0, 4), slice(4, 5), slice(5, 9)):
-        out = attention(q[:, :, new], k[:, :, new], v[:, :, new], **past, is_causal=1, left_window_size=3)
-        past = {"past_key": out.present_key, "past_value": out.present_value}
-        steps.append(out.Y)
-    assert near(np.concatenate(steps, 2), whole.Y, "float32")
-    assert np.array_equal(out.present_key, k) and np.array_equal(out.present_value, v)
-
-
-def test_hidden_garbage_leaves_no_trace():
-    """Pads, pairs that bools forbid, and pairs that -inf forbids."""
-    q, k, v = some()
-    spoilt_k, spoilt_v = k.copy(), v.copy()
-    spoilt_k[:, :, 3:], spoilt_v[:, :, 3:] = np.nan, np.inf
-    allowed = np.arange(5) < 3
-    ways = {
-        "nonpad": {"nonpad_kv_seqlen": np.array([3, 3])},
-        "bools for the keys": {"attn_mask": allowed},
-        "bools for pairs": {"attn_mask": np.tile(allowed, (5, 1))},
-        "-inf for pairs": {"attn_mask": np.where(np.tile(allowed, (5, 1)), 0, -np.inf).astype(np.float32)},
-        "a short mask": {"attn_mask": np.zeros((5, 3), np.float32)},
-    }
-    expected = attention(q, k[:, :, :3], v[:, :, :3]).Y
-    for name, way in ways.items():
-        assert near(attention(q, spoilt_k, spoilt_v, **way).Y, expected, "float32"), name
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_large_calls_of_every_dtype(dtype, kind):
-    """Large enough for a kernel where there is one; NumPy's bfloat16 is a foreign type."""
-    as_numpy = helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(NAMES[dtype]))
-    arrays = [x.astype(as_numpy) for x in some(nq=300, nk=300, size=32, dtype=np.float64)]
-    exact = attention(*(x.astype(np.float64) for x in arrays), is_causal=1, engine="reference")
-    found = attention(*(map(tensor, arrays) if kind == "torch" else arrays), is_causal=1).Y
-    assert dtype_of(found) == dtype
-    assert near(found.double() if kind == "torch" else found, exact.Y, dtype)
-
-
-def test_softmax_precision_is_the_least():
-    q, k, v = some(size=64)
-    exact = attention(*(x.astype(np.float64) for x in (q, k, v)), return_qk_matmul=True, qk_matmul_output_mode=3)
-    options = {"return_qk_matmul": True, "qk_matmul_output_mode": 3, "engine": "formula"}
-    off = {}
-    for precision in (None, 1, 10, 16, 11):
-        found = attention(q, k, v, softmax_precision=precision, **options)
-        assert found.Y.dtype == found.qk_matmul_output.dtype == np.float32
-        off[precision] = float(np.abs(found.qk_matmul_output - exact.qk_matmul_output).max())
-    assert off[11] <= EPS["float32"] / 2, "float64 rounded once"
-    assert off[10] == off[16] == off[1] == off[None] > off[11], "never less than float32"
-
-
-def test_values_of_another_type_than_keys():
-    q, k, v = some(dtype=np.float16)
-    found = attention(q, k, v.astype(np.float32))
-    assert found.Y.dtype == np.float16 and found.present_value.dtype == np.float32
-    assert near(found.Y, attention(q, k, v).Y, "float16")
-
-
-def test_mode_0_is_before_the_softcap():
-    q, k, v = some()
-    found = attention(q, k, v, softcap=0.5, return_qk_matmul=True).qk_matmul_output
-    raw = np.repeat(k, 2, 1) @ q.swapaxes(2, 3)  # (B, Hq, Nk, Nq)
-    assert near(found, raw.swapaxes(2, 3) / np.sqrt(8), "float32")
-    capped = attention(q, k, v, softcap=0.5, return_qk_matmul=True, qk_matmul_output_mode=1).qk_matmul_output
-    assert np.abs(found).max() > 0.5 > np.abs(capped).max()
-
-
-def test_the_fourth_output_is_given_on_request_only():
-    q, k, v = some()
-    assert attention(q, k, v, qk_matmul_output_mode=3).qk_matmul_output is None
-
-
-def test_gradients_go_through():
-    q, k, v = (
-        torch.from_numpy(x).requires_grad_()
-        for x in some(rows=1, heads=2, kv_heads=1, nq=3, nk=3, size=2, dtype=np.float64)
-    )
-    bias = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-    def both(q, k, v, bias):
-        out = attention(q, k, v, bias, is_causal=1, softcap=2.0, return_qk_matmul=True, qk_matmul_output_mode=1)
-        return out.Y, out.qk_matmul_output
-
-    assert torch.autograd.gradcheck(both, (q, k, v, bias))
-
-
-def test_numbers_and_flags_of_numpy_are_numbers_and_flags():
-    q, k, v = some()
-    numbers = {"scale": np.float32(0.5), "softcap": np.float64(2), "left_window_size": np.int64(2)}
-    found = attention(q, k, v, is_causal=np.bool_(True), q_num_heads=np.int64(q.shape[1]), **numbers)
-    expected = attention(q, k, v, is_causal=1, scale=0.5, softcap=2.0, left_window_size=2)
-    assert np.array_equal(found.Y, expected.Y)

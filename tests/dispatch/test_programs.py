@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_cases import draw
 from hypothesis import given, settings
+from random_masks import Case, cases
 from torch import nn
 
 import lowtri
-from attention_cases import draw
 from lowtri import MaskError, attention, causal, documents, first, full, heads, hidden, keys, table, where, window
 from lowtri.dispatch import operators
 from lowtri.masks.text import pack, unpack
 from lowtri.nn import Decoder, DecoderConfig
-from random_masks import Case, cases
 
 pytestmark = [
     pytest.mark.not_emulated,

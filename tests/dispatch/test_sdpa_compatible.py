@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from attention_cases import near
+from torch.nn.attention.bias import causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import lowtri
-from attention_cases import near
 from lowtri import CallError
 from lowtri import scaled_dot_product_attention as ours
+from lowtri.dispatch import sdpa_compatible
 
 FRONTS = {2: (), 3: (4,), 4: (3, 4), 5: (2, 3, 4)}  # the dimensions before (L, E)
 LENGTHS = [(6, 6), (4, 7), (7, 4), (1, 7), (6, 1)]
@@ -211,8 +213,12 @@ REFUSED = {  # what torch refuses -> our words
         r"attn_mask is int32, but it takes bools \(True = attend\)",
     ),
     "one dimension of mask": (
-        lambda f: f(Q, K, V, attn_mask=BOOLS[0]),
-        r"attn_mask is \(7,\), which does not broadcast to \(2, 3, 5, 7\)",
+        lambda f: f(Q, K, V, attn_mask=BOOLS[:, 0]),
+        r"attn_mask is \(5,\), which does not broadcast to \(2, 3, 5, 7\)",
+    ),
+    "is_causal beside another causal mask": (
+        lambda f: f(Q, K, V, attn_mask=causal_upper_left(5, 7), is_causal=True),
+        "attn_mask is a CausalBias, and is_causal=True another one. Fix: one of them",
     ),
     "no dimension of mask": (
         lambda f: f(Q, K, V, attn_mask=BOOLS[0, 0]),
@@ -253,7 +259,7 @@ def test_what_torch_refuses_is_refused(case):
     with pytest.raises(CallError, match=words) as caught:
         call(ours)
     assert isinstance(caught.value, RuntimeError)
-    with pytest.raises((RuntimeError, TypeError, IndexError)):
+    with pytest.raises((RuntimeError, TypeError, IndexError, ValueError)):
         call(torchs)
 
 
@@ -263,10 +269,59 @@ def test_lengths_of_key_and_value_must_agree():
         ours(Q, K, V[:, :, :5])
 
 
-def test_a_mask_and_is_causal_exclude_each_other():
-    """So says torch's documentation; its fused CPU kernel drops one of the two in silence."""
-    with pytest.raises(CallError, match="attn_mask and is_causal exclude each other, as in torch"):
-        ours(Q, K, V, attn_mask=BOOLS, is_causal=True)
+@pytest.mark.parametrize(("nq", "nk"), LENGTHS)
+@pytest.mark.parametrize("rank", FRONTS)
+def test_a_mask_and_is_causal_are_joined(rank, nq, nk):
+    """From the first key on, as torch's fused CPU kernel has it; its formula, which ours is compared with, raises."""
+    inputs = draw(FRONTS[rank], nq, nk)
+    triangle = torch.ones(nq, nk, dtype=torch.bool).tril()
+    for shape in ((nk,), *mask_shapes(FRONTS[rank], nq, nk)):
+        source = torch.Generator().manual_seed(len(shape))
+        bools = torch.rand(shape, generator=source) < 0.6
+        bools[..., 0] = True
+        added = torch.randn(shape, generator=source)
+        for mask, joined in (
+            (bools, bools & triangle),
+            (added, added.expand(torch.broadcast_shapes(shape, (nq, nk))).masked_fill(~triangle, -math.inf)),
+        ):
+            leaves = [[x.clone().requires_grad_() for x in inputs] for _ in range(2)]
+            found, expected = ours(*leaves[0], attn_mask=mask, is_causal=True), torchs(*leaves[1], attn_mask=joined)
+            assert near(found, expected, "float32")
+            grads = [torch.autograd.grad(out.sum(), x) for out, x in zip((found, expected), leaves, strict=True)]
+            assert all(near(one, other, "float32", times=32) for one, other in zip(*grads, strict=True))
+            arrays = [x.numpy() for x in (*inputs, mask)]
+            assert near(torch.from_numpy(ours(*arrays, is_causal=True)), expected, "float32")
+
+
+def test_a_mask_and_is_causal_in_a_compiled_program():
+    compiled = torch.compile(lambda *x: ours(*x, is_causal=True), backend="eager", fullgraph=True)
+    for mask in (BOOLS, BOOLS[:1], BOOLS.float()):
+        assert near(compiled(Q, K, V, mask), ours(Q, K, V, mask, is_causal=True), "float32")
+
+
+def test_a_mask_of_keys_is_no_table_of_pairs(monkeypatch):
+    """(S,), (1, 1, 1, S) and (B, 1, 1, S): what a call keeps of it grows with the keys alone."""
+    monkeypatch.setattr(sdpa_compatible, "table", None)
+    q, k, v = draw((2, 3), 300, 300)
+    shown = torch.rand(2, 300, generator=torch.Generator().manual_seed(0)) < 0.5
+    shown[:, 0] = True
+    for mask in (shown[0], shown[0][None], shown[:1, None, None], shown[:, None, None]):
+        for is_causal in (False, True):
+            whole = mask.expand(2, 3, 300, 300)
+            whole = whole & torch.ones(300, 300, dtype=torch.bool).tril() if is_causal else whole
+            expected = torchs(q, k, v, attn_mask=whole)
+            assert near(ours(q, k, v, attn_mask=mask, is_causal=is_causal), expected, "float32")
+
+
+def test_masks_are_read_at_every_call():
+    """Also those that change through memory which they share with NumPy."""
+    q, k, v = draw((1, 2), 70, 70)
+    for mask in (torch.ones(70, 70, dtype=torch.bool), torch.ones(70, dtype=torch.bool), torch.zeros(70, 70)):
+        before = ours(q, k, v, attn_mask=mask)
+        mask.numpy()[..., 20:] = False if mask.dtype == torch.bool else -math.inf
+        after = ours(q, k, v, attn_mask=mask)
+        assert not torch.equal(before, after)
+        assert near(after, torchs(q, k, v, attn_mask=mask.expand(70, 70)), "float32")
 
 
 @pytest.mark.sweep

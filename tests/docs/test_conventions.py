@@ -33,14 +33,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import lowtri
 from lowtri.errors import CallError, MaskError
 from lowtri.integrations import flex as lowtri_flex
-from lowtri.integrations import jax as lowtri_jax
 from lowtri.integrations import torch as lowtri_torch
 from lowtri.integrations import transformers as lowtri_transformers
 from lowtri.masks import band, causal, full, heads, hidden, keys, table, where, window
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it uses torch.jit.script, which torch deprecates
-    from x_transformers.attend import Attend
 
 N = 6
 TRIANGLE = torch.ones(N, N, dtype=torch.bool).tril()
@@ -454,7 +449,7 @@ def test_layout_of_multihead_attention() -> None:
     torch.testing.assert_close(first(x, x, x)[0], plain(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1))
 
 
-# JAX, x-transformers, and what was switched: the same questions.
+# JAX, and what was switched: the same questions.
 
 
 def in_jax(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
@@ -490,13 +485,6 @@ def multihead(**options) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention, 
 def test_true_in_jax() -> None:
     q, k, v = qkv()
     near(in_jax(q, k, v, mask=jnp.asarray(TRIANGLE.numpy())[None, None]), lowtri.attention(q, k, v, table(TRIANGLE)))
-
-
-def test_true_in_x_transformers() -> None:
-    q, k, v = (x.float() for x in qkv())
-    theirs = Attend()(q, k, v, mask=TRIANGLE[None, None])[0]
-    near(theirs, lowtri.attention(q, k, v, table(TRIANGLE)))
-    near(theirs, lowtri_torch.switch(Attend())(q, k, v, mask=TRIANGLE[None, None])[0])
 
 
 def test_true_in_a_switched_module() -> None:
@@ -566,16 +554,6 @@ def test_alignment_in_jax() -> None:
     theirs = in_jax(q[:, :, -2:], k, v, is_causal=True)
     near(theirs[:, :, 0], v[:, :, 0])
     near(theirs, lowtri.attention(q[:, :, -2:], k, v, "causal", q_positions=range(2)))
-    arrays = [jnp.asarray(x.float().numpy()) for x in (q[:, :, -2:], k, v)]
-    ours = lowtri_jax.attention(*arrays, "causal")
-    near(torch.from_numpy(np.array(ours)), lowtri.attention(q[:, :, -2:], k, v, "causal"))
-
-
-def test_alignment_in_x_transformers() -> None:
-    q, k, v = (x.float() for x in qkv())
-    theirs = Attend(causal=True)(q[:, :, -2:], k, v)[0]
-    near(theirs, lowtri.attention(q[:, :, -2:], k, v, "causal"))
-    near(theirs, lowtri_torch.switch(Attend(causal=True))(q[:, :, -2:], k, v)[0])
 
 
 def test_alignment_in_a_switched_model() -> None:
@@ -596,18 +574,6 @@ def test_alignment_in_a_switched_model() -> None:
 def test_empty_rows_in_jax() -> None:
     q, k, v = qkv()
     near(in_jax(q, k, v, mask=jnp.asarray(BLIND.numpy())[None, None])[:, :, 0], v.mean(2))
-    arrays = [jnp.asarray(x.float().numpy()) for x in (q, k, v)]
-    assert not np.asarray(lowtri_jax.attention(*arrays, table(BLIND)))[:, :, 0].any()
-
-
-def test_empty_rows_in_x_transformers() -> None:
-    q, k, v = (x.float() for x in qkv())
-    later = torch.arange(N) > 0  # key 0 is hidden, so causal leaves query 0 nothing
-    for attend, mask in ((Attend(), BLIND[None, None]), (Attend(causal=True), later[None].expand(2, -1))):
-        theirs, ours = attend(q, k, v, mask=mask)[0], lowtri_torch.switch(copy.deepcopy(attend))(q, k, v, mask=mask)[0]
-        near(theirs[:, :, 0], v.mean(2) if attend.causal else torch.zeros(2, 2, 8))
-        near(theirs[:, :, 1:], ours[:, :, 1:])
-        assert not ours[:, :, 0].any()
 
 
 def test_empty_rows_in_a_switched_module() -> None:
@@ -630,14 +596,6 @@ def test_grouped_heads_in_jax() -> None:
     near(in_jax(q, k, v), lowtri.attention(q, k, v, "full"))
 
 
-def test_grouped_heads_in_x_transformers() -> None:
-    q, k, v = (x.float() for x in qkv(heads=6, kv_heads=2))
-    theirs = Attend()(q, k, v)[0]
-    near(theirs, lowtri.attention(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1), "full"))
-    near(theirs, lowtri_torch.switch(Attend())(q, k, v)[0])
-    assert not torch.allclose(theirs, lowtri.attention(q, k, v, "full"), atol=1e-3)
-
-
 def test_layout_of_jax() -> None:
     q, k, v = qkv(heads=N)  # (2, N, N, 8) fits either way
     arrays = [jnp.asarray(x.float().numpy()) for x in (q, k, v)]
@@ -646,8 +604,6 @@ def test_layout_of_jax() -> None:
         torch.from_numpy(np.array(theirs)),
         lowtri.attention(*(x.transpose(1, 2) for x in (q, k, v)), "full").transpose(1, 2),
     )
-    near(torch.from_numpy(np.array(lowtri_jax.attention(*arrays, "full"))), lowtri.attention(q, k, v, "full"))
-    near(torch.from_numpy(np.array(lowtri_jax.dot_product_attention(*arrays))), torch.from_numpy(np.array(theirs)))
 
 
 # The page itself.

@@ -1,7 +1,7 @@
 """The rows of docs/conventions.md about FlashAttention, whose package cannot be installed without a GPU.
 
-Its side is tests/support/flash_reference.py, flash-attn's documented formulas in float64. Each test compares it with lowtri.attention, and with
-the function of lowtri.integrations.flash_attn that has the same name.
+Its side is tests/support/flash_reference.py, flash-attn's documented formulas in float64. Each test compares it with
+lowtri.attention, and with the function of lowtri.integrations.flash_attn that has the same name.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from flash_reference import attend, batch, visible
 from torch import Tensor
 
 import lowtri
-from flash_reference import attend, batch, visible
 from lowtri.errors import CallError
 from lowtri.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from lowtri.integrations.flash_attn.bert_padding import unpad_input

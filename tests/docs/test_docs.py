@@ -46,7 +46,7 @@ def test_the_site_has_every_page() -> None:
 
 
 def test_files_of_the_source_that_pages_name_exist() -> None:
-    """Not those of the log, which has the names of its days, and of the recipes, which a reader is to write."""
+    """Not those of the recipes, which a reader is to write."""
     source = Path(lowtri.__file__).parent
     packages = "|".join(path.name for path in source.iterdir() if path.is_dir())
     named = re.compile(rf"`(?:src/lowtri/)?((?:{packages})/[\w/]+\.py)(?::\w+)?`")
@@ -55,6 +55,19 @@ def test_files_of_the_source_that_pages_name_exist() -> None:
     names = {name for page in pages for name in named.findall(page.read_text(encoding="utf-8"))}
     assert len(names) > 20
     assert sorted(name for name in names - written if not (source / name).is_file()) == []
+
+
+def test_every_decision_is_in_the_index_and_says_when_to_look_again() -> None:
+    folder = ROOT / "dev" / "decisions"
+    listed = re.findall(r"^\| \[(\d{4})\]\((.+?)\) \| (.+) \|$", (folder / "README.md").read_text("utf-8"), re.M)
+    records = sorted(path for path in folder.glob("*.md") if path.name != "README.md")
+    assert [name for _, name, _ in listed] == [path.name for path in records]
+    for (number, _, title), path in zip(listed, records, strict=True):
+        text = path.read_text(encoding="utf-8")
+        assert path.name.startswith(number) and text.startswith(f"# {int(number)}. {title}\n"), path.name
+        parts = re.findall(r"^\*\*(Context|Chosen|Tried|Look again)\b", text, re.M)
+        assert parts == ["Context", "Chosen", "Tried", "Look again"], path.name
+        assert len(text.splitlines()) <= 45, path.name
 
 
 PROSE = [

@@ -1,4 +1,8 @@
-"""docs/from-a-notebook.md: both columns of every row run and give the same value."""
+"""Common code and its lowtri equivalent: the groups of docs/from-a-notebook.md, and those that are too long for the page.
+
+A group is a comment, statements, and two expressions: common code first, then lowtri's, which must give the same value.
+What other libraries mean by the same words is in test_conventions.py and test_conventions_flash_attn.py.
+"""
 
 from __future__ import annotations
 
@@ -12,75 +16,90 @@ import numpy as np
 import pytest
 import torch
 
+import lowtri
+
 PAGE = Path(__file__).parents[2] / "docs" / "from-a-notebook.md"
-CODE = re.compile(r"```python\n(.*?)\n```", re.S)
-ROW = re.compile(
-    r'<tr><td colspan="2">\n\n(.+?)\n\n</td></tr>\n<tr><td>\n\n(.*?)\n\n</td><td>\n\n(.*?)\n\n</td></tr>', re.S
-)
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
 
-# Common idioms; each must occur in a left column.
-IDIOMS = (
-    *("masked_fill", "-1e9", "-9e15", "triu", "tril", "is_causal", "attn_mask=mask", "attn_mask=bias"),
-    *(
-        "make_causal_mask",
-        "create_causal_mask(",
-        "create_causal_mask_bool",
-        "masked_attention_bool",
-        "self_attention(x)",
-    ),
-    *(
-        "masked_self_attention",
-        "MaskedSelfAttention(d_model",
-        "MaskedSelfAttention(embed_dim",
-        "row_dim=1",
-        "mask=None",
-    ),
-    *("plain.softmax", "nn.MultiheadAttention", "key_padding_mask", "generate_square_subsequent_mask", "enable_gqa"),
-    *("mask_mod", "window_size", "cu_seqlens", "softcap", "alibi_slopes", "cache_seqlens", "causal=True"),
-    *("out, weights = attend", "weights[1, 2]", "softmax(scores +", "-inf", "\\begin{array}", "我 爱 你"),
-    *("tanh_cap", "mask_mod=causal", "average_attn_weights", "TransformerEncoderLayer", "src_mask=future"),
-    *("sdpa(jq, jk, jv, is_causal=True)", "local_window_size", "key_value_seq_lengths", "jax.grad"),
-    *("sliding_window", "attention_mask", "position_ids", "or_mask_function", "past_key_values", "generate("),
-)
+MORE = """
+# mask and softmax of given scores
+plain.softmax(scores[0, 0].numpy() + plain.make_causal_mask(T))
+lowtri.explain(scores=scores[0, 0].numpy(), mask="causal")["weights"].value
+
+# nn.MultiheadAttention with the weights of each head
+theirs = nn.MultiheadAttention(6, 3, batch_first=True)
+theirs(y, y, y, attn_mask=hidden, average_attn_weights=False)
+parts = F.linear(y, theirs.in_proj_weight, theirs.in_proj_bias).chunk(3, dim=-1)
+heads = [part.unflatten(-1, (3, 2)).transpose(1, 2) for part in parts]
+out, weights = lowtri.attention(*heads, "causal", return_weights=True)
+theirs.out_proj(out.transpose(1, 2).flatten(2)), weights
+
+# generate_square_subsequent_mask
+nn.Transformer.generate_square_subsequent_mask(T)
+lowtri.causal().additive(T, like=q)
+
+# transformers: attention_mask, 1 = token, here left padding
+theirs(ids, attention_mask=real).logits[real.bool()]
+ours(ids, mask=lowtri.causal() & lowtri.keys(real.bool()))[real.bool()]
+
+# transformers, packed documents: position_ids that restart at 0
+position_ids = torch.tensor([[0, 1, 2, 3, 0, 1]])
+theirs(ids[:1], position_ids=position_ids, use_cache=False).logits
+ours(ids[:1], mask=lowtri.causal() & lowtri.documents((position_ids == 0).cumsum(dim=1)))
+
+# transformers, a prefix that every query sees: or_mask_function
+from transformers.masking_utils import create_causal_mask
+prefix = lambda batch, head, q_idx, kv_idx: kv_idx < 3
+create_causal_mask(theirs.config, torch.zeros(1, 6, 16), None, None, or_mask_function=prefix)[0, 0]
+torch.from_numpy((lowtri.causal() | lowtri.first(3)).dense(6))
+
+# transformers: generate, greedy
+theirs.generate(ids[:1], attention_mask=torch.ones(1, 6), max_new_tokens=5, do_sample=False)[0, 6:].tolist()
+list(lowtri.generate(ours, ids[0].tolist(), max_new_tokens=5))
+"""
 
 
-def sections() -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """For each section of the page its first code block, and its rows (title, left, right)."""
-    result = []
-    for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
-        before, rows = section.split("<table>")
-        code = "\n".join(CODE.findall(before))
-        result.append((code, [(title, *map(_only, sides)) for title, *sides in ROW.findall(rows)]))
-        assert rows.count("<tr>") == 1 + 2 * len(result[-1][1]), f"a row of {section[:20]!r} has another form"
+def groups(text: str) -> list[tuple[str, str]]:
+    """The groups of a text, each with its comment; a group without one has that of the group before."""
+    result: list[tuple[str, str]] = []
+    for code in re.split(r"\n\n+", text.strip()):
+        comment = re.match(r"# (.+)", code)
+        result.append((comment[1] if comment else f"{result[-1][0]}, again", code))
     return result
 
 
-def _only(cell: str) -> str:
-    (code,) = CODE.findall(cell)
-    return code
-
-
-ROWS = [(number, title, left, right) for number, (_, rows) in enumerate(sections()) for title, left, right in rows]
+GROUPS = [(title, code) for text in (*BLOCKS[1:], MORE) for title, code in groups(text)]
 
 
 @cache
-def prepared(number: int) -> dict[str, Any]:
-    """The names that a row of this section can use: from its own first block and those of the sections above."""
-    names: dict[str, Any] = {}
-    for code, _ in sections()[: number + 1]:
-        exec(code, names)
-    return names
+def names() -> dict[str, Any]:
+    """What every group can use: the first block of the page, and two models with the same weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made: dict[str, Any] = {}
+    exec(BLOCKS[0], made)
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    sizes |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    theirs = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    ours = lowtri.nn.Decoder(lowtri.nn.DecoderConfig(**sizes)).eval()
+    ours.load_state_dict(theirs.state_dict())
+    made |= {"theirs": theirs, "ours": ours, "ids": torch.arange(12).view(2, 6)}
+    return made | {"real": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])}
 
 
-def value_of(code: str, names: dict[str, Any]) -> Any:
-    """Run the code and return the value of its last line."""
-    torch.manual_seed(0)
-    *lines, last = ast.parse(code).body
-    assert isinstance(last, ast.Expr), "the last line of a cell must be an expression"
-    names = dict(names)
-    exec(compile(ast.Module(lines, []), "cell", "exec"), names)
+def values(code: str) -> tuple[Any, Any]:
+    """Run a group, each statement from seed 0, and return the values of its two expressions."""
+    scope, found = dict(names()), []
     with torch.no_grad():
-        return eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+        for statement in ast.parse(code).body:
+            torch.manual_seed(0)
+            if isinstance(statement, ast.Expr):
+                found.append(eval(compile(ast.Expression(statement.value), "group", "eval"), scope))
+            else:
+                exec(compile(ast.Module([statement], []), "group", "exec"), scope)
+    left, right = found
+    return left, right
 
 
 def same(left: Any, right: Any) -> None:
@@ -101,21 +120,22 @@ def same(left: Any, right: Any) -> None:
         assert left == right
 
 
-@pytest.mark.parametrize(("number", "title", "left", "right"), ROWS, ids=[row[1] for row in ROWS])
-def test_both_columns_give_the_same(number: int, title: str, left: str, right: str) -> None:
-    assert "lowtri" not in left, "the left column must not use lowtri"
+@pytest.mark.parametrize(("title", "code"), GROUPS, ids=[title for title, _ in GROUPS])
+def test_both_expressions_give_the_same(title: str, code: str) -> None:
+    lines = ast.parse(code).body
+    first = next(i for i, line in enumerate(lines) if isinstance(line, ast.Expr))
+    left, right = ("\n".join(map(ast.unparse, part)) for part in (lines[: first + 1], lines[first + 1 :]))
+    assert "lowtri" not in left, "common code must not use lowtri"
     assert "lowtri" in right or "ours" in right
-    names = prepared(number)
-    same(value_of(left, names), value_of(right, names))
+    same(*values(code))
 
 
-def test_every_idiom_has_its_row() -> None:
-    lefts = "\n".join(left for _, _, left, _ in ROWS)
-    assert [idiom for idiom in IDIOMS if idiom not in lefts] == []
+def test_the_page_is_short_and_no_case_is_lost() -> None:
+    assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= 200
+    assert len(GROUPS) >= 30 and len({title for title, _ in GROUPS}) == len(GROUPS)
 
 
 def test_the_comparison_can_fail() -> None:
-    names = prepared(0)
-    causal, window = (value_of(f"lowtri.attention(q, k, v, '{m}')", names) for m in ("causal", "causal & window(2)"))
+    causal, window = values("lowtri.attention(q, k, v, 'causal')\nlowtri.attention(q, k, v, 'causal & window(2)')")
     with pytest.raises(AssertionError):
         same(causal, window)

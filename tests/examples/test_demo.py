@@ -12,18 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from corpus import Recipe
 from demo import tour
+from demo.asked import FIGURES, KIN, TIMES
 from demo.stage import DEMO, TOUR, Act, Context, Result, Shown, as_html, main
-from demo.tour import ACTS, KIN, TIMES
+from demo.tour import ACTS
 from lowtri.cli.main import main as lowtri_main
-from lowtri.training.corpus import Document, Recipe
 from why_mask.experiment import Setting, why_mask
 
 ROOT = Path(__file__).parents[2]
-TINY = Setting(
-    layers=2, hidden=32, rows=4, prompt=8, recipe=Recipe(steps=40, batch=8, context=48, lr=5e-3, validate_every=20)
-)
-RHYME = [Document("rhyme", "the black cat sat on the mat and saw the dog.\n" * 400)]
+TINY = Setting(layers=2, hidden=32, rows=4, prompt=8, recipe=Recipe(steps=40, batch=8, context=48, lr=5e-3, every=20))
+RHYME = ["the black cat sat on the mat and saw the dog.\n" * 400]
 
 
 def named_in(page: str) -> set[str]:
@@ -131,7 +130,7 @@ def test_the_tour_computes_more_than_the_demo() -> None:
 
 def test_all_paths_lead_to_one_answer(tmp_path: Path) -> None:
     result = tour.paths(Context(tmp_path), n=160)
-    assert len(result.checks) == 10 and all(check.passed for check in result.checks), result.checks
+    assert len(result.checks) == 12 and all(check.passed for check in result.checks), result.checks
     assert "token by token with a cache" in result.text
 
 
@@ -142,14 +141,14 @@ def test_a_cache_keeps_what_later_queries_see(tmp_path: Path) -> None:
 
 
 def test_figures_that_are_not_the_notebooks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tour.FIGURES, "output", [[0.6038, 0.7434], [-0.0062, 0.6074], [3.4989, 2.2427]])
+    monkeypatch.setitem(FIGURES, "output", [[0.6038, 0.7434], [-0.0062, 0.6074], [3.4989, 2.2427]])
     assert not tour.steps(Context(tmp_path)).checks[0].passed
 
 
 @pytest.mark.sweep
 def test_the_acts_that_look_at_trained_models(tmp_path: Path) -> None:
     notes: list[str] = []
-    train = partial(why_mask, documents=RHYME)
+    train = partial(why_mask, texts=RHYME)
     context = Context(tmp_path, replace(TOUR, setting=TINY), notes.append, train)
     why = tour.why(context)
     assert why.pictures == ["why-mask.png"] and "Is a mask needed?" in why.text
@@ -171,9 +170,9 @@ def test_the_acts_that_look_at_trained_models(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_the_act_about_transformers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    context = Context(tmp_path, replace(TOUR, setting=TINY), train=partial(why_mask, documents=RHYME))
+    context = Context(tmp_path, replace(TOUR, setting=TINY), train=partial(why_mask, texts=RHYME))
     result = tour.transformers_act(context)
-    assert len(result.checks) == 9 and all(check.passed for check in result.checks), result.checks
+    assert len(result.checks) == 14 and all(check.passed for check in result.checks), result.checks
     assert result.checks[3].text == "audited with lowtri's attention: no leak found"
     assert "LlamaForCausalLM" in result.text and "BART" in result.text
     assert all((tmp_path / name).stat().st_size for name in result.files)

@@ -1,23 +1,22 @@
-"""What becomes of a model that peeks: its consequences, measured on trained weights by the experiment itself.
+"""The experiment that trains with the mask and without it: how it measures and what it writes.
 
+What it finds is in test_what_was_asked.py.
 The small experiment takes half a minute; both it, which `make demo` runs, and that of `examples/why_mask` and `make tour` are sweeps.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
 from pathlib import Path
-from pydoc_data import topics
 
 import pytest
 import torch
+from experiments import experiment
 
 import lowtri
-from lowtri.training.corpus import Document
 from why_mask.consequences import as_text, draw
 from why_mask.experiment import SHORT, Experiment, why_mask
 from why_mask.modes import all_at_once, prefix_anew, with_a_cache
@@ -26,42 +25,7 @@ from why_mask.words import Known
 
 @pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.sweep) for size in ("small", "full")])
 def found(request: pytest.FixtureRequest) -> Experiment:
-    if request.param == "full":
-        return why_mask()
-    reference = [Document(name, text.strip() + "\n") for name, text in sorted(topics.topics.items())]
-    return why_mask(SHORT, documents=reference)
-
-
-def test_e_1_cheating(found: Experiment) -> None:
-    masked, unmasked = found.masked, found.unmasked
-    assert abs(masked.stepwise - masked.validation) < 1e-5
-    assert masked.greatest < 1e-4  # of a single position
-    assert unmasked.validation < masked.validation / 2  # wonderful while the future is there
-    assert unmasked.stepwise > unmasked.validation + 2
-    assert unmasked.anew > unmasked.validation + 2  # whichever way the steps are computed
-
-
-def test_e_2_overfitting_shows_step_by_step_and_not_as_a_gap(found: Experiment) -> None:
-    unmasked = found.unmasked
-    gap = abs(unmasked.validation - unmasked.training)
-    assert gap < (unmasked.stepwise - unmasked.validation) / 10
-    assert gap < 0.3
-
-
-def test_e_3_wrong_order(found: Experiment) -> None:
-    masked, unmasked = found.masked.words, found.unmasked.words
-    assert masked.words > unmasked.words + 0.1
-    assert masked.words > found.letters.words + 0.1
-    assert masked.pairs > unmasked.pairs
-    assert found.real.words > 0.9 and found.real.pairs > 0.5  # real text can be told from both
-
-
-def test_e_4_no_generation(found: Experiment) -> None:
-    masked, unmasked = found.masked.stepwise, found.unmasked.stepwise
-    assert masked < found.unigram < found.uniform == math.log(258)
-    assert min(unmasked, found.unmasked.anew) > masked + 1
-    if found.setting is SHORT:
-        assert unmasked > found.unigram  # worse than letters by their frequency
+    return experiment(request.param)
 
 
 def test_both_models_began_alike_and_differ_by_their_mask_alone(found: Experiment) -> None:
@@ -74,13 +38,6 @@ def test_both_models_began_alike_and_differ_by_their_mask_alone(found: Experimen
     lowtri.assert_causal(right, ids)
     with pytest.raises(lowtri.LeakError, match=r"position \d+ sees position \d+"):
         lowtri.assert_causal(wrong, ids)
-
-
-def test_c_training_is_inference_with_a_cache_or_the_prefix_and_its_mask(found: Experiment) -> None:
-    one, every = found.modes[1], found.modes[found.setting.layers]
-    assert max(one) < 1e-4
-    assert max(every.cache, every.prefix_with_mask) < 1e-4
-    assert every.prefix_without_mask > 0.1
 
 
 def test_c_the_modes_compute_what_they_say(found: Experiment) -> None:
@@ -129,12 +86,12 @@ def test_known_words_and_their_order() -> None:
 
 def test_a_text_that_is_too_short() -> None:
     with pytest.raises(lowtri.DataError, match="the text has 5 tokens, and one row takes 65"):
-        why_mask(SHORT, documents=[Document("short", "abc")])
-    apart = [Document(str(i), "x" * 20) for i in range(40)]
+        why_mask(SHORT, texts=["abc"])
+    apart = ["x" * 20] * 40
     with pytest.raises(
         lowtri.DataError, match=r"no row of 64 tokens .* within one document.\nFix: more text, or a smaller"
     ):
-        why_mask(SHORT, documents=apart)
+        why_mask(SHORT, texts=apart)
 
 
 @pytest.mark.sweep

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_masks import HEADS, ROWS, Case, cases
+from random_masks import SIZE as MOST
 
 import lowtri
 from lowtri import KVCache, generate
 from lowtri.errors import CallError
 from lowtri.nn import Decoder, DecoderConfig, MultiHeadAttention
-from random_masks import HEADS, ROWS, Case, cases
-from random_masks import SIZE as MOST
 
 N, SIZE = 48, 4
 Q, K, V = np.random.default_rng(0).normal(size=(3, HEADS, N, SIZE))

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from flash_reference import attend, batch, rotated
 from torch import Tensor
 
 import lowtri
-from flash_reference import attend, batch, rotated
 from lowtri.errors import CallError
 from lowtri.integrations import flash_attn as ours
 from lowtri.integrations.flash_attn.bert_padding import index_first_axis, pad_input, unpad_input

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flash_reference import batch
 from torch import Tensor
 
-from flash_reference import batch
 from lowtri.errors import CallError
 from lowtri.integrations import flash_attn as ours
 from lowtri.integrations.flash_attn.bert_padding import index_first_axis, pad_input, unpad_input

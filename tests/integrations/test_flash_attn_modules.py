@@ -1,8 +1,7 @@
-"""The other modules of flash-attn: rotary embedding, FlashAttention 3's signatures, and names that lowtri does not offer."""
+"""The other modules of flash-attn: rotary embedding, and names that lowtri does not offer."""
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +12,7 @@ import torch
 from torch import Tensor
 
 from lowtri.errors import CallError
-from lowtri.integrations import flash_attn as version2
-from lowtri.integrations.flash_attn import version3
-from lowtri.integrations.flash_attn.layers_rotary import (
-    RotaryEmbedding,
-    apply_rotary_emb,
-    apply_rotary_emb_kv_,
-    apply_rotary_emb_qkv_,
-)
+from lowtri.integrations.flash_attn.layers_rotary import RotaryEmbedding, apply_rotary_emb
 
 B, N, H, D, R = 2, 5, 3, 10, 4  # R pairs of a head are rotated, two entries are not
 SOURCE = torch.Generator().manual_seed(0)
@@ -66,52 +58,51 @@ def test_rotary_embedding_of_packed_sequences(offsets: Any) -> None:
     torch.testing.assert_close(found, by_formula(x, positions, False))
 
 
-def test_queries_and_keys_are_rotated_in_place() -> None:
-    positions = torch.arange(N).expand(B, N)
-    leaf = numbers(B, N, 3, H, D).requires_grad_()
-    q, k, v = leaf.unbind(2)
-    expected = torch.stack([by_formula(q, positions, False), by_formula(k, positions, False), v], 2)
-    qkv = leaf * 1
-    assert apply_rotary_emb_qkv_(qkv, COS, SIN) is qkv
-    grads = [torch.autograd.grad((y**3).sum(), leaf)[0] for y in (qkv, expected)]
-    torch.testing.assert_close([qkv, grads[0]], [expected, grads[1]])
-    shared = torch.cat([q, k[:, :, :1], v[:, :, :1]], 2).detach()  # three query heads and one of keys
-    apply_rotary_emb_qkv_(shared, COS, SIN, num_heads_q=H)
-    torch.testing.assert_close(shared[:, :, : H + 1], torch.cat([expected[:, :, 0], expected[:, :, 1, :1]], 2))
-    assert torch.equal(shared[:, :, H + 1], v[:, :, 0])
-    with pytest.raises(CallError, match=r"num_heads_q is 4, of 5 heads in qkv\.\nFix: as many heads of keys"):
-        apply_rotary_emb_qkv_(shared, COS, SIN, num_heads_q=4)
-    kv = leaf[:, :, 1:].detach().clone()
-    torch.testing.assert_close(apply_rotary_emb_kv_(kv, COS, SIN), expected[:, :, 1:])
+def test_leaves_are_rotated() -> None:
+    """A leaf that gets gradients: new, or in place under no_grad; the module rotates a copy of it."""
+    leaf = numbers(B, N, H, D).requires_grad_()
+    expected = by_formula(leaf, torch.arange(N).expand(B, N), False)
+    found = apply_rotary_emb(leaf, COS, SIN)
+    grads = [torch.autograd.grad((y**3).sum(), leaf)[0] for y in (found, expected)]
+    torch.testing.assert_close([found, grads[0]], [expected, grads[1]])
+    qkv = numbers(B, N, 3, H, 2 * R).requires_grad_()
+    before = qkv.detach().clone()
+    rotated = RotaryEmbedding(2 * R)(qkv)
+    assert torch.equal(qkv, before) and torch.autograd.grad(rotated.square().sum(), qkv)[0].any()
+    with torch.no_grad():
+        assert apply_rotary_emb(leaf, COS, SIN, inplace=True) is leaf
+    torch.testing.assert_close(leaf, expected)
 
 
-@pytest.mark.parametrize("scale_base", [None, 16.0])
-def test_scores_depend_on_the_distance_alone(scale_base: float | None) -> None:
-    module = RotaryEmbedding(8, scale_base=scale_base)
-    one = numbers(1, 1, 3, 1, 8).float().expand(1, 40, 3, 1, 8).contiguous()
-    rotated = module(one.clone())
-    q, k, v = rotated.unbind(2)
-    scores = (q[0, :, 0] @ k[0, :, 0].T).double()
-    for distance in (0, 1, 7):
-        along = scores.diagonal(-distance)
-        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
-    assert (scores[7, 0] - scores[0, 0]).abs() > 1e-2 and torch.equal(v, one[:, :, 2])
-    separate = module(one[:, :, 0].clone(), one[:, :, 1:].clone())
-    torch.testing.assert_close(torch.cat([separate[0][:, :, None], separate[1]], 2), rotated)
+def by_module(x: Tensor, offset: int = 0, interleaved: bool = False) -> Tensor:
+    """(B, N, H, 2 R) rotated by the frequencies 1 / 10000 ** (i / R)."""
+    angles = (torch.arange(offset, offset + x.shape[1])[:, None] / 10000.0 ** (torch.arange(R) / R)).double()
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.split(R, -1)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    pairs = torch.view_as_real(turned)
+    return pairs.flatten(-2) if interleaved else torch.cat(pairs.unbind(-1), -1)
 
 
-def test_tables_grow_and_have_the_dtype_of_their_input() -> None:
-    module, x = RotaryEmbedding(4, base=100.0), numbers(1, 3, 3, 1, 4).float()
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_module_rotates_queries_and_keys_in_place(interleaved: bool) -> None:
+    module, source = RotaryEmbedding(2 * R, interleaved=interleaved), numbers(B, N, 3, H, 2 * R)
     assert list(module.state_dict()) == []
-    angles = torch.outer(torch.arange(9.0), torch.tensor([1.0, 0.1]))
-    expected = apply_rotary_emb(x[:, :, 0].clone(), angles.cos(), angles.sin(), seqlen_offsets=5)
-    assert torch.equal(module(x.clone())[:, :1], x[:, :1])  # position 0; the tables have three positions
-    torch.testing.assert_close(module(x.clone(), seqlen_offset=5)[:, :, 0], expected)
-    offset = torch.tensor([5])
-    torch.testing.assert_close(module(x.clone(), seqlen_offset=offset, max_seqlen=9)[:, :, 0], expected)
-    assert module(x.bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(CallError, match=r"seqlen_offset is a tensor\. Fix: max_seqlen="):
-        RotaryEmbedding(4)(x, seqlen_offset=offset)
+    q, k, v = source.unbind(2)
+    for offset in (0, 5, torch.tensor([5, 5])):
+        n = int(offset.max()) if isinstance(offset, Tensor) else offset
+        expected = torch.stack([by_module(q, n, interleaved), by_module(k, n, interleaved), v], 2)
+        qkv = source.clone()
+        assert module(qkv, seqlen_offset=offset, max_seqlen=99) is qkv
+        torch.testing.assert_close(qkv, expected, rtol=1e-6, atol=1e-6)
+        separate = module(q.clone(), source[:, :, 1:].clone(), seqlen_offset=offset)
+        torch.testing.assert_close(torch.cat([separate[0][:, :, None], separate[1]], 2), qkv)
+        shared = torch.cat([q, k[:, :, :1], v[:, :, :1]], 2)  # three query heads and one of keys
+        found = module(shared, seqlen_offset=offset, num_heads_q=H)
+        wanted = torch.cat([expected[:, :, 0], expected[:, :, 1, :1], v[:, :, :1]], 2)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    assert module(source.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(CallError, match=r"scale_base \(XPos\) is not computed here\. Fix: scale_base=None"):
+        RotaryEmbedding(8, scale_base=512.0)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -131,54 +122,11 @@ def test_wrong_arguments_are_named(name: str) -> None:
         apply_rotary_emb(**{"x": torch.ones(B, N, H, D), "cos": COS, "sin": SIN, **options})
 
 
-# FlashAttention 3.
-
-
-def test_version_3_computes_what_version_2_does() -> None:
-    q, k, v = numbers(B, N, 4, 8).float(), numbers(B, 7, 2, 8).float(), numbers(B, 7, 2, 8).float()
-    q.requires_grad_()
-    mask = {"causal": True, "window_size": (3, 0), "softcap": 5.0, "softmax_scale": 0.3}
-    ours, lse = version3.flash_attn_func(q, k, v, **mask, num_splits=3, pack_gqa=True, return_attn_probs=True)
-    theirs, expected, _ = version2.flash_attn_func(q, k, v, **mask, return_attn_probs=True)
-    assert torch.equal(ours, theirs) and torch.equal(lse, expected) and ours.requires_grad
-    assert torch.equal(version3.flash_attn_func(q, k, v, None, True), version2.flash_attn_func(q, k, v, causal=True))
-    edges = torch.tensor([0, 2, 5])
-    packed = (q[0], q[0, :, :2], q[0, :, :2], edges, edges, 3, 3)
-    found = version3.flash_attn_varlen_func(*packed, causal=True, seqused_q=None)
-    assert torch.equal(found, version2.flash_attn_varlen_func(*packed, causal=True))
-    caches = [(k.clone(), v.clone()) for _ in range(2)]
-    new = (q[:, :1].detach(), k[:, :1], v[:, :1])
-    table, lengths = torch.tensor([[0], [1]]), torch.tensor([3, 5])
-    found = version3.flash_attn_with_kvcache(
-        new[0], *caches[0], *new[1:], cache_seqlens=lengths, page_table=table, causal=True
-    )
-    expected = version2.flash_attn_with_kvcache(
-        new[0], *caches[1], *new[1:], cache_seqlens=lengths, block_table=table, causal=True
-    )
-    assert torch.equal(found, expected) and torch.equal(caches[0][0], caches[1][0])
-
-
-def test_what_only_version_3_has_raises() -> None:
-    x = torch.ones(1, 2, 1, 8)
-    for option in ({"attention_chunk": 4}, {"qv": x}, {"q_descale": torch.ones(1, 1)}):
-        with pytest.raises(
-            CallError, match=rf"flash_attn_interface\.flash_attn_func: {next(iter(option))} is not offered"
-        ):
-            version3.flash_attn_func(x, x, x, **option)
-    with pytest.raises(CallError, match=r"kvcache: rotary_seqlens is not offered by lowtri\. Fix: leave"):
-        version3.flash_attn_with_kvcache(x, x, x, rotary_seqlens=torch.tensor([1]))
-    with pytest.raises(TypeError, match="dropout_p"):
-        version3.flash_attn_func(x, x, x, dropout_p=0.1)
-    names = list(inspect.signature(version3.flash_attn_varlen_func).parameters)
-    assert names[7:13] == ["seqused_q", "seqused_k", "softmax_scale", "causal", "qv", "q_descale"]
-
-
 # Names.
 
 SCRIPT = """
 import importlib
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
-from flash_attn_interface import flash_attn_func
 import flash_attn, flash_attn.layers.rotary as rotary
 
 assert rotary.apply_rotary_emb is apply_rotary_emb and not hasattr(flash_attn, "flash_attn_gpu")
@@ -187,7 +135,6 @@ for line in (
     "import flash_attn.ops.triton.rotary",
     "from flash_attn.modules.mha import MHA",
     "from flash_attn.layers.rotary import rotate_half",
-    "from flash_attn_interface import get_scheduler_metadata",
 ):
     try:
         exec(line)
@@ -211,13 +158,11 @@ def test_what_is_not_offered_is_named_in_one_line(tmp_path: Path) -> None:
         "ops",
         "modules",
         "layers.rotary.rotate_half",
-        "get_scheduler_metadata",
         "flash_attn_gpu",
     ]
     assert done.returncode == 0 and len(lines) == len(names), done.stderr
     for line, name in zip(lines, names, strict=True):
-        module = "flash_attn_interface" if name == "get_scheduler_metadata" else "flash_attn"
-        assert line.startswith(f"{module}.{name} is not offered by lowtri, which has ")
+        assert line.startswith(f"flash_attn.{name} is not offered by lowtri, which has ")
         assert line.endswith(" Fix: one of these, or the real package on a GPU.")
     assert "flash_attn_varlen_func" in lines[0] and "flash_attn.layers.rotary" in lines[1]
-    assert "apply_rotary_emb" in lines[3] and "flash_attn_func" in lines[4]
+    assert "apply_rotary_emb" in lines[3]

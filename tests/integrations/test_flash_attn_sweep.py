@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from flash_reference import attend, batch, rotated
 from torch import Tensor
 
-from flash_reference import attend, batch, rotated
 from lowtri.integrations import flash_attn as ours
 
 pytestmark = pytest.mark.sweep

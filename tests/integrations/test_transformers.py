@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from rounding import with_rounding
 from torch import Tensor
 
 from lowtri.integrations.transformers import register
-from rounding import with_rounding
 
 register()
 register("lowtri-cpu", engine="cpu")  # the kernels, which "auto" leaves alone where a call is as small as here

@@ -222,6 +222,16 @@ def test_tables_of_other_sizes_are_rejected() -> None:
         attend(Layer(), *qkv(), make_mask(2, 5, 6))
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 5, 7), (2, 3, 5, 7), (3, 1, 1, 7)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_tables_of_other_rows_or_heads_are_rejected_also_where_all_are_equal(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Equal rows are read as one; that there are too many of them is an error all the same, as with torch's attention."""
+    with pytest.raises(CallError, match=r"attention_mask is \(., ., ., 7\), but the layer has 2 rows and 4 heads: exp"):
+        attend(Layer(), *qkv(), torch.ones(shape, dtype=dtype))
+
+
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", "my|kernel"])
 def test_names_of_transformers_are_rejected(name: str) -> None:
     with pytest.raises(
@@ -413,7 +423,7 @@ def test_compiled_the_answers_are_the_same() -> None:
 
 
 def test_a_dense_mask_made_in_inference_mode() -> None:
-    with torch.inference_mode():  # such tensors have no version, so they are never remembered
+    with torch.inference_mode():  # torch does not count the changes of such tensors
         table = torch.ones(1, 1, NQ, NK, dtype=torch.bool)
         assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask == full()
         table[..., 0] = False

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import Ranks
 from sharded_on_ranks import curve, llama, own_tokens, sharded_curve, wrong
 
 from lowtri.errors import CallError, EngineError
 from lowtri.integrations.transformers import switch, use
 from lowtri.masks import causal, documents, window
-from ranks import Ranks
 
 
 def check(ranks: Ranks, size: int, mask: Any, steps: int, given: bool = True, **options: Any) -> None:

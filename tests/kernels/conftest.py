@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from amx_emulated import with_tiles
+
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.kernels import target
 from lowtri.kernels.spec import variants_of

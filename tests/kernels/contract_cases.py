@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import double_double
 import numpy as np
 import pytest
 import torch
-
-import double_double
-import lowtri
 from attention_cases import DTYPES, EPS, draw, with_gradients
+
+import lowtri
 
 MASKS = ("full", "causal & window(40)", "causal & documents(lengths=[50, 90])")
 POISONS = (float("nan"), float("inf"), -float("inf"))

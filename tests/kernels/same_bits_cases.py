@@ -12,16 +12,15 @@ import build_kernels
 import numpy as np
 import pytest
 import torch
+from attention_cases import draw
 from build_kernels import Job
 
 import lowtri
-from attention_cases import draw
+from lowtri import benching
 from lowtri.backends.cpu import launch
-from lowtri.benching import ceilings
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.kernels import library, target
 from lowtri.kernels.target import ISA
-from lowtri.kernels.token_rows import TokenRows
 
 JOBS = {job.symbol: job for job in build_kernels.jobs_of(ISA)}
 MASKS = ("causal & window(40)", "full", "causal & documents(lengths=[50, 80]) & keys(lengths=[100])")
@@ -47,24 +46,8 @@ def measured(job: Job) -> list[bytes]:
     """The results of the kernels that measure the CPU."""
     if job.function == "read":
         numbers = np.random.default_rng(0).standard_normal(2**15, np.float32)
-        return [np.float32(ceilings.read(numbers.ctypes.data, numbers.nbytes, 1)).tobytes()]
-    return [ceilings.multiply(1, job.spec.operand == "pairs", repeats=3).tobytes()]
-
-
-def passed(job: Job, code: library.Code) -> list[bytes]:
-    """The results of a pass over rows, one of them with NaN."""
-    rows, columns = 5, 67
-    passes = TokenRows(ISA, lambda symbol: code if symbol == job.symbol else library.code(symbol))
-    x = np.random.default_rng(0).standard_normal((rows, columns), np.float32)
-    x[3, 4] = np.nan
-    parts, units = np.zeros((2, rows, columns), np.float32), np.zeros(rows, np.float32)
-    result, weight = np.zeros_like(x), np.linspace(-2, 2, columns, dtype=np.float32)
-    at = [array.ctypes.data for array in (x, parts, units, result, weight)]
-    passes.split(at[0], at[0], at[1], at[2], at[2], rows, columns, 127.0, 254.0, 1e-20)
-    halves = [parts.tobytes(), units.tobytes()]
-    passes.join(at[1], at[2], rows, columns, 1 / 254)
-    passes.rms_norm(at[0], at[4], at[3], rows, columns, 1e-6)
-    return [*halves, parts.tobytes(), result.tobytes()]
+        return [np.float32(benching.read(numbers.ctypes.data, numbers.nbytes, 1)).tobytes()]
+    return [benching.multiply(1, job.spec.operand == "pairs", repeats=3).tobytes()]
 
 
 def same_bits(symbol: str, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -73,20 +56,17 @@ def same_bits(symbol: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     only = [x for x in target.VARIANTS if job.spec and x.spec.name == job.spec.name]
     if only:
         monkeypatch.setattr(target, "VARIANTS", only)
-    for code in (library.code(symbol), build_kernels.compiled(*build_kernels.function_of(job))):
+    code_in_library = library.code
+    for code in (code_in_library(symbol), build_kernels.compiled(*build_kernels.function_of(job))):
 
         def code_of(name: str, code: library.Code = code) -> library.Code:
             called.append(name)
-            return code if name == symbol else library.code(name)
+            return code if name == symbol else code_in_library(name)
 
-        for module in (launch, ceilings):
+        for module in (launch, library):
             monkeypatch.setattr(module, "code", code_of)
         PREPARED.clear()
-        if job.spec is None:
-            called.append(symbol)
-            results.append(passed(job, code))
-        else:
-            results.append((measured if job.function in ("read", "multiply") else attended)(job))
+        results.append((measured if job.function in ("read", "multiply") else attended)(job))
     PREPARED.clear()
     assert called.count(symbol) >= 2 and any(any(part) for part in results[0])
     return results[0] == results[1]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from recipes import blocks, copy_of_lowtri, replace_line, run
 
 from lowtri.kernels.isa import ALL
-from recipes import blocks, copy_of_lowtri, replace_line, run
 
 TITLE = "Adding an instruction set or a dtype to the kernels"
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import draw, with_gradients
 from contract_cases import attention, check
 
 import lowtri
-from attention_cases import draw, with_gradients
 from lowtri.backends.cpu import launch
 
 # Vectors of 16 numbers in a row: 4; 4 and 1; 2 and 1; 1; and rows that are padded.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import build_kernels
+import double_double as two
 import numpy as np
 import pytest
 from numba import types
 from test_kernels_spec import AVX512, COMPILED, python
 
-import double_double as two
 from lowtri.kernels import threads
 from lowtri.kernels.abi import Abi
 from lowtri.kernels.device import RecordType

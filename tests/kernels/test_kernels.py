@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from attention_cases import is_contract_precise
+from process_memory import peak_of_process
 
 import lowtri
-from attention_cases import is_contract_precise
 from lowtri.backends.cpu import launch
 from lowtri.kernels import abi
-from lowtri.system import memory_use
 
 COMPARED = """
     import torch, lowtri
@@ -124,15 +124,12 @@ def test_numpy_without_torch_runs_on_python_threads() -> None:
 def test_many_calls_do_not_leak_memory() -> None:
     q, k, v = qkv(n=64)
 
-    def peak() -> int:
-        return (memory_use() or (0, 0))[1]
-
     for _ in range(500):
         lowtri.attention(q, k, v, "causal", engine="cpu")
-    before = peak()
+    before = peak_of_process()
     for _ in range(10_000):
         lowtri.attention(q, k, v, "causal", engine="cpu")
-    assert peak() - before < 8 * 2**20
+    assert peak_of_process() - before < 8 * 2**20
 
 
 def test_which_engine_gives_the_reasons() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import EPS
+from tile_cases import compare, inputs, results
 
 import lowtri
-from attention_cases import EPS
 from lowtri.backends.cpu import launch
-from tile_cases import compare, inputs, results
 
 HEAD_SIZES = [(64, 64), (128, 128), (192, 64), (64, 256), (256, 32), (33, 17)]
 RAGGED = [1, 15, 16, 17, 31, 33, 47, 65, 95, 97, 111, 129, 191, 193, 205]

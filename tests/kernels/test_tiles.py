@@ -9,10 +9,11 @@ import build_kernels
 import numpy as np
 import pytest
 import torch
+from amx_emulated import with_tiles
 from numba import types
+from tile_cases import bf16, compare, inputs, results
 
 import lowtri
-from amx_emulated import with_tiles
 from lowtri.backends import cpu
 from lowtri.backends.cpu.decode import CpuDecode
 from lowtri.errors import EngineError
@@ -30,7 +31,6 @@ from lowtri.kernels.product import (
 )
 from lowtri.kernels.spec import KernelSpec
 from lowtri.ops.arguments import describe
-from tile_cases import bf16, compare, inputs, results
 
 SPEC = KernelSpec("bfloat16", "tiles", with_tiles())
 AMX = Amx.features - {PERMISSION}

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from browser import Browser, Page, chromium
+
 from lowtri.lesson.languages import LANGUAGES, texts
 from lowtri.lesson.page import file_name, write_lesson
 

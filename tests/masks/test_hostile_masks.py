@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import os
@@ -183,6 +184,51 @@ def test_any_text_is_a_mask_or_rejected(text: str) -> None:
 @given(texts)
 def test_sweep_any_text_is_a_mask_or_refused(text: str) -> None:
     test_any_text_is_a_mask_or_rejected.hypothesis.inner_test(text)
+
+
+REPEATED = [  # start, what is repeated, end
+    ("documents(lengths=[1", " ", "x])"),
+    ("documents(lengths=[1", " ", ",x])"),
+    ("documents(lengths=[1,", " ", "x])"),
+    ("documents(lengths=[", " ", "x])"),
+    ("documents(lengths=[1", " ,1", "x])"),
+    ("documents(lengths=[1", ",   1", " x])"),
+    ("documents(lengths=[1", "1", "x])"),
+    ("documents(lengths=[", "True,", "False x])"),
+    ("documents(lengths=[True", "\t\n ", "1])"),
+    ("documents(lengths=[", "-", "])"),
+    ("documents(lengths=[", ",", "])"),
+    ("documents(lengths=[1", ", 1", "])"),
+    ("documents(lengths=", "[", "1])"),
+    ("documents(lengths=", "[1,", "x])"),
+    ("causal", " ", "& x"),
+    ("causal(", " ", "x"),
+    ("causal(x", " ", "= 1"),
+    ("causal & '", "x", ""),
+    ("causal & ", "'", ""),
+    ("window(", "1_", "x"),
+    ("window(", "1.", ")"),
+    ("", "a", ""),
+    ("", "\u3000", "x"),
+]
+
+
+@pytest.mark.parametrize(("start", "part", "end"), REPEATED)
+def test_the_time_of_a_text_grows_with_its_length(start: str, part: str, end: str) -> None:
+    """Four times the text takes about four times as long; a pattern that goes back takes sixteen times."""
+
+    def seconds(length: int) -> float:
+        text = start + part * ((length - len(start) - len(end)) // len(part)) + end
+        times = []
+        for _ in range(5):
+            begin = time.process_time()
+            with contextlib.suppress(MaskError):
+                _parsed(text)
+            times.append(time.process_time() - begin)
+        return min(times)
+
+    short, long = seconds(LONGEST // 4), seconds(LONGEST)
+    assert long < 9 * short + 0.002 * SLOWNESS  # what is fast is not measured well
 
 
 def test_too_many_joined_masks_are_rejected() -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_masks import SIZE, Case, cases, exact_cases, text_cases
 
 from lowtri.masks import EMPTY, FULL, PARTIAL, POSITION_MAX, Mask, Tile, causal, mask
 from lowtri.masks.tile import Interval, Truth
-from random_masks import SIZE, Case, cases, exact_cases, text_cases
 
 law = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 positions = list(range(-2, SIZE))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_masks import SIZE, Case, cases
 
 from lowtri.masks import (
     FULL,
@@ -29,7 +30,6 @@ from lowtri.masks import (
 )
 from lowtri.masks.plan import TILE_Q, Plan, plan
 from lowtri.masks.tile import Truth
-from random_masks import SIZE, Case, cases
 
 
 def check(m: Mask, q: np.ndarray, k: np.ndarray, tile_k: int) -> Plan:

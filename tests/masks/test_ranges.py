@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_masks import SIZE, Case, cases
 
 from lowtri.masks import causal, first, full, keys, strided, window
 from lowtri.masks.plan import key_ranges, keys_seen, plan, queries_that_see
-from random_masks import SIZE, Case, cases
 
 
 @settings(max_examples=60, deadline=None)

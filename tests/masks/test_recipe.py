@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import test_laws as laws
+from random_masks import Case
 
 from lowtri import causal, first, heads, mask
 from lowtri.errors import MaskError
 from lowtri.masks.mask import CONSTRUCTORS
 from lowtri.masks.plan import plan
 from lowtri.masks.text import pack, unpack
-from random_masks import Case
 
 RECIPE = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
 RECIPE = RECIPE.split("## Adding a mask")[1].split("\n## ")[0]

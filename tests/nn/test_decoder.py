@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rounding import with_rounding
 
 import lowtri
 from lowtri.errors import CallError, MaskError
 from lowtri.nn import Decoder, DecoderConfig, GPT2Config
-from rounding import with_rounding
 
 SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_cases import near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
@@ -22,7 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 from torch.utils import _pytree as pytree
 
 import lowtri
-from attention_cases import near
 from lowtri import CallError, KVCache, LowtriError, MaskError, attention
 from lowtri.integrations.dense_mask import read_dense_mask as given_table
 from lowtri.masks import POSITION_MAX as END

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_cases import near
 from torch import Tensor
 
 import lowtri
-from attention_cases import near
 from lowtri.dispatch.prepared import PREPARED, prepared_call
 from lowtri.errors import CallError, EngineError
 from lowtri.ops.call import CallOptions

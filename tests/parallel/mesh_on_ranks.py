@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lowtri
 from lowtri.nn import Decoder, DecoderConfig
-from lowtri.parallel import ContextParallel, SequentialShards, plan_shards
+from lowtri.parallel import ContextParallel, plan_shards
 
 N, ROWS, MASK = 256, 4, "causal & window(100)"
 
@@ -72,28 +72,6 @@ def _difference(mine: Any) -> float:
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         differences.append(float((whole - expected).abs().max() / expected.abs().max()))
     return max(differences)
-
-
-def sequential_gradients(group: Any) -> dict[str, tuple[float, int]]:
-    """The greatest difference of gradients where each process has a row of its own in four shards, and how often they are averaged."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    (ids, targets), rank, found = batch(), dist.get_rank(), {}
-    count, ids, targets = (targets != -100).sum(), ids[rank : rank + 1], targets[rank : rank + 1]
-    for kind in ("every", "once", "fsdp"):
-        mine, calls = model(), []
-        called: Any = fully_shard(mine) if kind == "fsdp" else torch.nn.parallel.DistributedDataParallel(mine)
-        if kind != "fsdp":
-            called.register_comm_hook(calls, lambda calls, bucket: calls.append(1) or allreduce_hook(None, bucket))
-        shards = SequentialShards(plan_shards(MASK, N, 4, block=64, way="contiguous"))
-
-        def loss(called: Any = called, shards: Any = shards) -> torch.Tensor:
-            logits = called(shards.shard(ids), positions=shards.positions, attend=shards.attend)
-            return loss_sum(logits, shards.shard(targets)) * dist.get_world_size() / count
-
-        shards.backward(loss, **({"no_sync": called.no_sync} if kind == "once" else {}))
-        found[kind] = (_difference(mine), len(calls))
-    return found
 
 
 def meshes(group: Any) -> list[str]:

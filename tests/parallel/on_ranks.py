@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import lowtri
-import ranks
 from lowtri import masks as lt
 from lowtri.masks import Mask
-from lowtri.nn import Decoder, DecoderConfig
 from lowtri.parallel import ContextParallel, ShardPlan, collectives, plan_shards
-from lowtri.training import train as training
-from lowtri.training.corpus import Packed, Recipe
-from lowtri.training.processes import Processes, reported_once
-from lowtri.training.train import full_weights, train
-
-RECIPE = Recipe(steps=4, batch=4, context=192, lr=3e-3, save_every=2, validate_every=4, held_out=0.2)
 
 
 @dataclass(frozen=True)
@@ -282,142 +267,3 @@ class Counted:
 
     def __exit__(self, *_: Any) -> None:
         collectives.all_to_all, collectives.all_gather = self._all_to_all, self._all_gather
-
-
-@dataclass(frozen=True)
-class Training:
-    """A short training run; every process makes the same model and corpus."""
-
-    dp: int
-    sp: int
-    folder: Path | None = None
-    kill: tuple[int | None, int] | None = None  # a rank, or all, and the step at whose beginning it is killed
-    together: bool = False  # whether one process reports an error, as on the command line
-    raises: type[Exception] | None = None  # instead of being killed, it raises this
-    slow_save: float = 0.0  # seconds that writing a checkpoint takes
-    broken_save: bool = False  # rank 0 cannot complete a checkpoint
-    dropout: bool = False  # a model with dropout
-    kill_save: int | None = None  # all processes are killed in the middle of their n-th checkpoint
-    full_disk: int | None = None  # a rank that cannot write more than a kilobyte to a file
-    recipe: Recipe = RECIPE
-    meta: bool = False  # whether the model is made on the meta device
-
-    def corpus(self) -> Packed:
-        random = np.random.default_rng(0)
-        return Fatal.of([random.integers(0, 60, int(random.integers(5, 400))).tolist() for _ in range(24)])
-
-    def model(self) -> Any:
-        torch.manual_seed(0)
-        if self.dropout:
-            return nn.Sequential(nn.Embedding(64, 16), nn.Dropout(0.5), nn.Linear(16, 64), nn.LogSoftmax(-1))
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        with torch.device("meta") if self.meta else nullcontext():
-            return Decoder(DecoderConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=192, **sizes))
-
-
-class Fatal(Packed):
-    """A corpus whose rows kill the process that asks for them too often."""
-
-    left = -1
-    after: Path | None = None  # a checkpoint that must be complete before
-    raises: type[Exception] | None = None
-
-    def rows(self, *arguments: Any) -> Any:
-        if Fatal.left == 0:
-            until = time.monotonic() + 30
-            while Fatal.after is not None and not Fatal.after.exists() and time.monotonic() < until:
-                time.sleep(0.005)
-            if Fatal.raises is not None:
-                raise Fatal.raises("no memory for the rows")
-            os.kill(os.getpid(), signal.SIGKILL)
-        Fatal.left -= 1
-        return super().rows(*arguments)
-
-
-def kill_in_save(number: int) -> None:
-    """End this process when its shard of a checkpoint is written, and the checkpoint is not complete."""
-    from torch.distributed.checkpoint import FileSystemWriter
-
-    write, left = FileSystemWriter.write_data, [number]
-
-    def fatal(*arguments: Any) -> Any:
-        left[0] -= 1
-        written = write(*arguments)
-        if left[0] == 0:
-            written.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return written
-
-    FileSystemWriter.write_data = fatal  # type: ignore[method-assign]
-
-
-@contextmanager
-def changed_saving(case: Training, rank: int) -> Iterator[None]:
-    """Checkpoints that are slow, or that rank 0 cannot complete."""
-    from torch.distributed.checkpoint import FileSystemWriter
-
-    write = FileSystemWriter.write_data
-
-    def slow(*arguments: Any) -> Any:
-        time.sleep(case.slow_save)
-        return write(*arguments)
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(FileSystemWriter, "write_data", slow))
-        if case.broken_save and rank == 0:
-            stack.enter_context(mock.patch.object(training, "write_text", side_effect=TypeError("no text")))
-        yield
-
-
-def error_of_rank_0(group: Any) -> str:
-    """What each rank raises where rank 0 fails in a way that nobody expected."""
-    processes = Processes.of_torch(dist.get_world_size(), 1)
-    try:
-        processes.on_main(lambda: 1 // 0)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def training_run(group: Any, case: Training) -> dict[str, Any]:
-    """Losses, validations and weights of a run, or the error that ended it."""
-    processes = Processes.of_torch(case.dp, case.sp) if case.dp * case.sp > 1 else Processes()
-    model, watched = case.model(), []
-    Fatal.left = case.kill[1] - 1 if case.kill and case.kill[0] in (None, processes.rank) else -1
-    Fatal.raises = case.raises
-    Fatal.after = (
-        None
-        if case.folder is None or case.slow_save
-        else case.folder / "training-state" / f"step-{case.recipe.save_every}"
-    )
-    if case.kill_save:
-        kill_in_save(case.kill_save)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if case.full_disk == processes.rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
-    state = None if case.folder is None else case.folder / "training-state"
-    try:
-        with reported_once(ranks.stores[0]) if case.together else nullcontext(), changed_saving(case, processes.rank):
-            history = train(model, case.corpus(), case.recipe, state=state, on_step=watched.append, processes=processes)
-    except (lowtri.LowtriError, OSError) as error:
-        saved = [] if case.folder is None else [path.name for path in case.folder.glob("*/step-*")]
-        return {"error": f"{type(error).__name__}: {error}", "saved": saved}
-    except SystemExit:
-        return {"error": "ended"}  # without a word
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    weights = full_weights(model) if processes.world > 1 else model.state_dict()
-    return {
-        "losses": history.losses,
-        "validations": history.validations,
-        "weights": {name: weight.detach().clone().numpy() for name, weight in weights.items()},
-        "watched": [step.number for step in watched],
-    }
-
-
-def one_alone(group: Any, folder: Path) -> None:
-    """Only the last process trains, twice, and alone."""
-    if dist.get_rank() == dist.get_world_size() - 1:
-        for steps in (3, None):
-            kill = None if steps is None else (None, steps)
-            training_run(group, Training(1, 1, folder, kill=kill, raises=lowtri.CallError))

@@ -23,12 +23,12 @@ from on_ranks import (
     round_trip,
     wrong_arguments,
 )
-
-import lowtri
-from lowtri import masks as lt
 from random_masks import HEADS, ROWS
 from ranks import Ranks
 from shard_cases import shard_masks
+
+import lowtri
+from lowtri import masks as lt
 
 
 def one_process(case: Case, dtype: torch.dtype = torch.float64, engine: str = "formula") -> dict[str, np.ndarray]:

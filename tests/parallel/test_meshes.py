@@ -6,7 +6,6 @@ import re
 
 import pytest
 from mesh_on_ranks import gradients, meshes
-
 from ranks import Ranks
 
 

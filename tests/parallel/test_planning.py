@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shard_cases import LONGEST, shard_masks
 
 import lowtri
 from lowtri.errors import CallError, MaskError
 from lowtri.masks import Mask, causal, documents, first, full, keys, where, window
 from lowtri.parallel import ShardPlan, plan_shards
 from lowtri.parallel.planning import candidate_layouts
-from shard_cases import LONGEST, shard_masks
 
 
 def seen_blocks(mask: Mask, plan: ShardPlan) -> np.ndarray:

@@ -52,7 +52,6 @@ def attention(
     qk_matmul_output_mode: int = 0,
     softmax_precision: int | None = None,
     return_qk_matmul: bool = False,
-    engine: str = "auto",
 ) -> Outputs:
     """The operator, with the inputs and attributes of the standard as arguments.
 
@@ -75,7 +74,6 @@ def attention(
         softmax_precision: 1, 10, 11 or 16 (float32, float16, float64, bfloat16). lowtri's softmax is computed in float32
             or better, so only 11 has an effect: everything is then computed in float64.
         return_qk_matmul: whether to compute the fourth output, one number for each pair.
-        engine: as in :func:`lowtri.attention`.
 
     Returns:
         Y in the dtype and rank of Q; present_key and present_value, which are None with ``nonpad_kv_seqlen``; qk_matmul_output in
@@ -96,7 +94,7 @@ def attention(
     bias = None if bias is None else cast(bias, compute_dtype)
     cap = None if softcap == 0 else softcap
     return_weights = return_qk_matmul and qk_matmul_output_mode == 3
-    options: dict[str, Any] = {"scale": scale, "softcap": cap, "bias": bias, "engine": engine}
+    options: dict[str, Any] = {"scale": scale, "softcap": cap, "bias": bias}
     result: Any = attend(q, k, v, positioned.mask, **options, **positioned.arguments(), return_weights=return_weights)
     output, scores = result if return_weights else (result, None)
     if return_qk_matmul and not return_weights:

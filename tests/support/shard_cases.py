@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
+from random_masks import ROWS, Case, by_head, joined
 
 from lowtri import masks as lt
-from random_masks import ROWS, Case, by_head, joined
 
 LONGEST = 700
 

@@ -53,6 +53,42 @@ def numpy_only(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
     return lowtri.attention(q, k, v, mask, **options)
 
 
+def late(module: Any, name: str) -> Callable[..., Any]:
+    """A function that is looked up at each call, so that what a test puts in its place is called."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(module, name)(*args, **options)
+
+    call.__name__ = name
+    return call
+
+
+def real_keys(given: Any) -> list[int]:
+    """How many keys each row of the batch has, without its padding."""
+    return given.visible.any(2)[:, 0].sum(-1).tolist()
+
+
+# torch's function, told that it is causal: alone, or beside a mask.
+
+
+def sdpa_causal(attend: Any, given: Any) -> Any:
+    """is_causal=True, which is aligned to the first key; padding and biases stay in attn_mask."""
+    only(given, "scale", "bias", "grouped heads", "values of another size")
+    case, mask = given.case, None
+    if case.text == "full" and given.bias is None:
+        return attend(given.q, given.k, given.v, None, is_causal=False, scale=case.scale)
+    if not (case.text == "top left" or (case.nq == case.nk and case.text.startswith(("causal", "padding")))):
+        raise NotImplementedError(f"mask {case.text}")
+    if case.text.startswith("padding"):
+        mask = given.visible.any(2, keepdim=True)[:, :1]  # (B, 1, 1, Nk)
+    elif case.text not in ("causal", "top left"):
+        mask = case.visible_under(case.text.removeprefix("causal & "))
+    if given.bias is not None:
+        mask = given.bias
+    options: dict[str, Any] = {"is_causal": True, "scale": case.scale, "enable_gqa": case.hq != case.hkv}
+    return attend(given.q, given.k, given.v, mask, **options)
+
+
 # The backend that runs on a GPU: its prepared call, compiled for the CPU.
 
 
@@ -69,24 +105,26 @@ def flex_backend(q: Any, k: Any, v: Any, mask: Any, *, return_lse: bool = False,
 
 def flash_packed(attend: Any, given: Any) -> Any:
     """Keys and values in one tensor; with queries in one where their sizes are equal."""
-    from lowtri.integrations.flash_attn import flash_attn_qkvpacked_func
+    from lowtri.integrations import flash_attn
 
     only(given, "scale", "softcap", "log-sum-exp", "grouped heads")
     case, (q, k, v) = given.case, (x.transpose(1, 2) for x in (given.q, given.k, given.v))
     options = flash_options(given)
     if case.hq == case.hkv and case.nq == case.nk:
-        result = flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **options)
+        result = flash_attn.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **options)
     else:
         result = attend(q, torch.stack([k, v], 2), **options)
     return (result[0].transpose(1, 2), result[1]) if case.lse else result.transpose(1, 2)
 
 
 def flash_varlen(attend: Any, given: Any) -> Any:
-    """Each document of each row of the batch is a sequence."""
+    """Each document of each row of the batch is a sequence; a padded row is a shorter one."""
     only(given, "scale", "softcap", "grouped heads", "values of another size")
     case, documents = given.case, "documents(lengths="
     if case.b == 0:
         raise NotImplementedError("an empty batch")
+    if case.text == "padding left":
+        return _flash_ragged(attend, given)
     lengths = [case.nk]
     if documents in case.text:
         if case.text.startswith("causal"):
@@ -94,7 +132,7 @@ def flash_varlen(attend: Any, given: Any) -> Any:
         else:
             lengths = [20, 17]
         assert f"{documents}{lengths})" in case.text
-    options = flash_options(given, case.text if documents in case.text else "")
+    options = flash_options(given, *([case.text] if documents in case.text else []))
     queries = [case.nq] if lengths == [case.nk] else lengths
     edges = [torch.tensor([0, *n * case.b]).cumsum(0).int() for n in (queries, lengths)]
     packed = (x.transpose(1, 2).flatten(0, 1) for x in (given.q, given.k, given.v))
@@ -102,20 +140,126 @@ def flash_varlen(attend: Any, given: Any) -> Any:
     return output.unflatten(0, (case.b, case.nq)).transpose(1, 2)
 
 
-def flash_cache(attend: Any, given: Any) -> Any:
-    """Keys and values lie in a cache with free slots; their number is given for each row."""
+def _flash_ragged(attend: Any, given: Any) -> Any:
+    """Padded rows without their padding, whose queries see nothing."""
+    nq, lengths = given.case.nq, real_keys(given)
+    queries = [min(nq, n) for n in lengths]
+    q, k, v = (
+        torch.cat([row[len(row) - n :] for row, n in zip(x.transpose(1, 2), sizes, strict=True)])
+        for x, sizes in ((given.q, queries), (given.k, lengths), (given.v, lengths))
+    )
+    edges = [torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (queries, lengths)]
+    rows = attend(q, k, v, *edges, max(queries), max(lengths), **flash_options(given, "padding left")).split(queries)
+    padded = [nn.functional.pad(row, (0, 0, 0, 0, nq - len(row), 0)) for row in rows]
+    return torch.stack(padded).transpose(1, 2)
+
+
+def flash_cache(form: str, attend: Any, given: Any) -> Any:
+    """Keys and values lie in a cache with free slots, in one of several forms; NaN lies in the slots that are free.
+
+    Args:
+        form: "ragged", the rows of different lengths begin in the first slot; "left padding", they end in the same one;
+            "pages", they are in pages of four that lie in any order; "index", among other rows; "new tokens", the last ones are
+            written by the call; "rotary", these and the queries are rotated, too.
+    """
     only(given, "scale", "softcap", "log-sum-exp", "grouped heads", "values of another size")
-    case, options = given.case, flash_options(given)
-    k, v = (nn.functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, 3), value=torch.nan) for x in (given.k, given.v))
-    lengths = torch.full((case.b,), case.nk, dtype=torch.int32)
+    case, options = given.case, flash_options(given, "padding left")
     options["return_softmax_lse"] = options.pop("return_attn_probs", False)
-    result = attend(given.q.transpose(1, 2), k, v, cache_seqlens=lengths, **options)
+    q, k, v = (x.transpose(1, 2) for x in (given.q, given.k, given.v))
+    real = real_keys(given) if case.text == "padding left" else [case.nk] * case.b
+    if form == "left padding":
+        options["cache_leftpad"] = torch.tensor([case.nk - n for n in real], dtype=torch.int32)
+        ends = [case.nk] * case.b
+    else:  # each row from the first slot on
+        ends = real
+        k, v = (torch.stack([row.roll(n, 0) for row, n in zip(x, real, strict=True)]) if case.b else x for x in (k, v))
+    if form in ("new tokens", "rotary"):
+        new = min(case.nq, *ends, case.nk)
+        held = [n - new for n in ends]
+        written = [
+            torch.stack([row[n : n + new] for row, n in zip(x, held, strict=True)]) if case.b else x[:, :new]
+            for x in (k, v)
+        ]
+        ends = held
+        if form == "rotary":
+            q, written[0] = _turned_back(q, written[0], held, options)
+        options |= {"k": written[0], "v": written[1]}
+    free = torch.arange(case.nk)[None, :] >= torch.tensor(ends, dtype=torch.int64)[:, None]  # (B, Nk)
+    k, v = (x.masked_fill(free[:, :, None, None], torch.nan) for x in (k, v))
+    k, v = (nn.functional.pad(x, (0, 0, 0, 0, 0, 3 + -(case.nk + 3) % 4), value=torch.nan) for x in (k, v))
+    options["cache_seqlens"] = torch.tensor(ends, dtype=torch.int32)
+    if form == "pages":
+        pages_of_row = k.shape[1] // 4
+        pages = case.b * pages_of_row
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+        k, v = (x.reshape(pages, 4, *x.shape[2:])[order.argsort()] for x in (k, v))
+        options["block_table"] = order.reshape(case.b, pages_of_row)
+    elif form == "index":
+        other = torch.full_like(k[:1], torch.nan), torch.full_like(v[:1], torch.nan)
+        k, v = (torch.cat([extra, x.flip(0)]) for x, extra in zip((k, v), other, strict=True))
+        options["cache_batch_idx"] = torch.arange(case.b).flip(0) + 1
+    if form in ("new tokens", "rotary"):
+        k, v = k.contiguous(), v.contiguous()
+    result = attend(q, k, v, **options)
     return (result[0].transpose(1, 2), result[1]) if case.lse else result.transpose(1, 2)
 
 
-def flash_options(given: Any, documents: str = "") -> dict[str, Any]:
+def _quarter_turns(positions: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin (positions, pairs) of whole quarter turns, which rotate without rounding."""
+    turns = torch.outer(torch.arange(positions), 1 + torch.arange(pairs) % 3) % 4
+    return torch.tensor([1.0, 0.0, -1.0, 0.0])[turns], torch.tensor([0.0, 1.0, 0.0, -1.0])[turns]
+
+
+def _rotated_back(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
+    """x (B, N, H, D), so that rotary embedding by these tables at ``positions`` (B, N) gives x."""
+    pairs, c, s = cos.shape[1], *(t[positions][:, :, None].to(x.dtype) for t in (cos, sin))
+    rest = x[..., 2 * pairs :]
+    first, second = (x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]) if interleaved else x.split(pairs, -1)[:2]
+    back = first * c + second * s, second * c - first * s
+    joined = torch.stack(back, -1).flatten(-2) if interleaved else torch.cat(back, -1)
+    return torch.cat([joined, rest], -1)
+
+
+def _turned_back(q: Any, k: Any, held: list[int], options: dict[str, Any]) -> tuple[Any, Any]:
+    """Queries and new keys as they are before a call on a cache rotates them; the tables go into the options."""
+    pairs = q.shape[3] // 2
+    if pairs == 0:
+        raise NotImplementedError("heads of one number")
+    cos, sin = _quarter_turns(max(held, default=0) + q.shape[1] + 1, pairs)
+    starts = torch.tensor(held, dtype=torch.int64)[:, None]
+    own = options.get("causal", False) or "window_size" in options
+    of_q = starts + (torch.arange(q.shape[1]) if own else torch.zeros(q.shape[1], dtype=torch.int64))
+    options |= {"rotary_cos": cos.to(q.dtype), "rotary_sin": sin.to(q.dtype), "rotary_interleaved": False}
+    return (
+        _rotated_back(q, cos, sin, of_q, False),
+        _rotated_back(k, cos, sin, starts + torch.arange(k.shape[1]), False),
+    )
+
+
+def flash_rotary(interleaved: bool, attend: Any, given: Any) -> Any:
+    """Queries and keys that ``apply_rotary_emb`` turns into those of the case."""
+    from lowtri.integrations.flash_attn import layers_rotary
+
+    only(given, "scale", "softcap", "grouped heads", "values of another size")
+    case, pairs = given.case, given.case.d // 4 + given.case.d // 2 % 2
+    if pairs == 0 or 2 * pairs > case.d:
+        raise NotImplementedError("heads of one number")
+    q, k, v = (x.transpose(1, 2) for x in (given.q, given.k, given.v))
+    cos, sin = _quarter_turns(case.nq + case.nk + 9, pairs)
+    rotated = []
+    for x, offset in ((q, torch.arange(case.b) + 5), (k, 2)):
+        positions = (offset * torch.ones(case.b, dtype=torch.int64))[:, None] + torch.arange(x.shape[1])
+        back = _rotated_back(x, cos, sin, positions, interleaved)
+        tables = cos.to(x.dtype), sin.to(x.dtype)
+        rotated.append(layers_rotary.apply_rotary_emb(back, *tables, interleaved, seqlen_offsets=offset))
+    return attend(*rotated, v, **flash_options(given)).transpose(1, 2)
+
+
+def flash_options(given: Any, *others: str) -> dict[str, Any]:
+    """The options of a call; ``others`` are masks that its sequences say."""
     case = given.case
-    options: dict[str, Any] = {"softmax_scale": case.scale, "causal": case.text.startswith("causal")}
+    causal = case.text.startswith("causal") or case.text == "padding left"
+    options: dict[str, Any] = {"softmax_scale": case.scale, "causal": causal}
     windows = {
         "causal & window(5)": (4, 0),
         "causal & window(8)": (7, 0),
@@ -124,7 +268,7 @@ def flash_options(given: Any, documents: str = "") -> dict[str, Any]:
     }
     if case.text in windows:
         options["window_size"] = windows[case.text]
-    elif case.text not in ("causal", "full", documents):
+    elif case.text not in ("causal", "full", *others):
         raise NotImplementedError(f"mask {case.text}")
     if case.softcap is not None:
         options["softcap"] = case.softcap
@@ -136,22 +280,37 @@ def flash_options(given: Any, documents: str = "") -> dict[str, Any]:
 # torch.nn and lowtri.nn
 
 
-def multihead(make: Callable[[Any], nn.MultiheadAttention], given: Any) -> Any:
-    """nn.MultiheadAttention whose projections change nothing: its masks are True where a query may not see."""
+def multihead(form: str, make: Callable[[Any], nn.MultiheadAttention], given: Any) -> Any:
+    """nn.MultiheadAttention whose projections change nothing: its masks are True where a query may not see.
+
+    Args:
+        form: "bools", its masks hold bools; "floats", they hold numbers; "is_causal", its mask is promised to be causal.
+    """
     only(given, "bias")
     case, size = given.case, given.case.hq * given.case.d
     module = nn.MultiheadAttention(size, case.hq, bias=False, batch_first=True, dtype=given.q.dtype)
     module.in_proj_weight.data = torch.eye(size, dtype=given.q.dtype).repeat(3, 1)
     module.out_proj.weight.data = torch.eye(size, dtype=given.q.dtype)
     options: dict[str, Any] = {"need_weights": False}
-    hidden = ~given.visible
+    hidden, bias = ~given.visible, given.bias
     if case.text.startswith("padding"):
         options["key_padding_mask"] = hidden.all(2)[:, 0]
         hidden = torch.ones(case.nq, case.nk, dtype=torch.bool).triu(1 + case.nk - case.nq).expand(hidden.shape)
-    if given.bias is not None:
-        options["attn_mask"] = given.bias.expand(hidden.shape).masked_fill(hidden, -torch.inf).flatten(0, 1)
+    if form == "floats" and case.bias == "keys":
+        options["key_padding_mask"], bias = given.bias[:, 0, 0], None
+    if bias is not None:
+        options["attn_mask"] = bias.expand(hidden.shape).masked_fill(hidden, -torch.inf).flatten(0, 1)
     elif case.text != "full":
         options["attn_mask"] = hidden.flatten(0, 1)
+    if form == "floats":
+        for name in ("attn_mask", "key_padding_mask"):
+            mask = options.get(name)
+            if mask is not None and mask.dtype == torch.bool:
+                options[name] = torch.zeros(mask.shape, dtype=given.q.dtype).masked_fill(mask, -torch.inf)
+    elif form == "is_causal" and (case.text != "full" or bias is not None):
+        if bias is not None or not (case.text == "top left" or (case.text == "causal" and case.nq == case.nk)):
+            raise NotImplementedError(f"mask {case.text}")
+        options["is_causal"] = True
     q, k, v = (x.transpose(1, 2).flatten(2) for x in (given.q, given.k, given.v))
     return make(module)(q, k, v, **options)[0].unflatten(2, (case.hq, case.d)).transpose(1, 2)
 
@@ -189,37 +348,155 @@ def transformers_call(written: str, attend: Any, given: Any) -> Any:
     return attend(module, given.q, given.k, given.v, mask, scaling=given.scale, **options)[0].transpose(1, 2)
 
 
-def x_transformers_call(flash: bool, switch: Callable[[Any], Any], given: Any) -> Any:
-    """Attend of x-transformers: scores are clamped by the module, and a sink of each head is its parameter."""
-    only(given, "scale", "bias", *(() if flash else ("softcap", "sinks")), "grouped heads", "values of another size")
-    from x_transformers.attend import Attend
+def transformers_causal(attend: Any, given: Any) -> Any:
+    """A layer without a mask is causal from the first key on, or sees everything."""
+    only(given, "scale", "softcap", "sinks", "grouped heads", "values of another size")
+    case, module = given.case, nn.Module()
+    causal = case.text == "top left" or (case.text == "causal" and case.nq == case.nk)
+    if not (causal or case.text == "full"):
+        raise NotImplementedError(f"mask {case.text}")
+    options = {"softcap": case.softcap, "s_aux": given.sinks}
+    result = attend(module, given.q, given.k, given.v, None, scaling=given.scale, is_causal=causal, **options)
+    return result[0].transpose(1, 2)
 
-    case = given.case
-    if case.softcap is not None and given.bias is not None:
-        raise NotImplementedError("softcap with bias")
-    options: dict[str, Any] = {"flash": flash, "scale": case.scale}
-    if case.softcap is not None:
-        options |= {"softclamp_logits": True, "logit_softclamp_value": case.softcap}
-    if given.sinks is not None:
-        options |= {"head_learned_sink": True, "heads": case.hq}
-    module = switch(Attend(**options).to(given.q.dtype))
-    if given.sinks is not None:
-        del module.head_attn_sink
-        module.head_attn_sink = given.sinks
-    bias = None if given.bias is None else given.bias.expand(given.visible.shape)
-    mask = None if case.text == "full" else given.visible
-    return module(given.q, given.k, given.v, mask=mask, attn_bias=bias)[0]
+
+def transformers_masks(attend: Any, given: Any) -> Any:
+    """The mask is made from the functions of transformers, before queries that continue a cache where there are fewer of them."""
+    from transformers import masking_utils
+
+    from lowtri.integrations.transformers.masks import make_mask
+
+    only(given, "scale", "softcap", "sinks", "grouped heads", "values of another size")
+    case, text, padding, module = given.case, given.case.text, None, nn.Module()
+    causal, sliding = masking_utils.causal_mask_function, masking_utils.sliding_window_overlay
+    packed, both = masking_utils.packed_sequence_mask_function, masking_utils.and_masks
+    if case.nq > case.nk or 0 in given.visible.shape:
+        raise NotImplementedError("more queries than keys")
+    ids = torch.tensor([7, 1, 22, 7] if text.startswith("causal") else [20, 17])
+    ids = torch.arange(len(ids)).repeat_interleave(ids).expand(case.b, -1)
+    functions: dict[str, Any] = {
+        "causal": causal,
+        "full": masking_utils.bidirectional_mask_function,
+        "band(3, 2)": lambda b, h, q, k: (k >= q - 3) & (k <= q + 2),
+        "causal & window(5)": both(causal, sliding(5)),
+        "causal & window(8)": both(causal, sliding(8)),
+        "causal & window(64)": both(causal, sliding(64)),
+        "causal & chunks(8)": both(causal, masking_utils.chunked_overlay(8, torch.zeros(case.b, dtype=torch.int64))),
+        "causal & strided(3)": lambda b, h, q, k: (q >= k) & ((q - k) % 3 == 0),
+        "causal | first(5)": masking_utils.or_masks(causal, lambda b, h, q, k: k < 5),
+        "causal & documents(lengths=[7, 1, 22, 7])": both(causal, packed(ids)),
+        "documents(lengths=[20, 17])": packed(ids),
+    }
+    if text.startswith("padding"):
+        function, padding = causal, given.visible.any(2)[:, 0]  # (B, Nk)
+    elif text == "random table" and case.nq == case.nk:
+        seen = given.visible
+        function = lambda b, h, q, k: seen[b, 0, q, k]  # noqa: E731
+    elif text in functions:
+        function = functions[text]
+    else:
+        raise NotImplementedError(f"mask {text}")
+    mask = make_mask(case.b, case.nq, case.nk, case.nk - case.nq, 0, function, padding)
+    options = {"softcap": case.softcap, "s_aux": given.sinks}
+    return attend(module, given.q, given.k, given.v, mask, scaling=given.scale, **options)[0].transpose(1, 2)
+
+
+# FlexAttention, with functions of indices in place of tables
+
+
+def flex_formulas(form: str, attend: Any, given: Any) -> Any:
+    """Masks and biases by formulas of the indices, blocks by lowtri's ``create_block_mask``.
+
+    Args:
+        form: "formulas"; "conditions", the mask is a condition in the score_mod; "general", the score_mod has a step that the
+            kernels do not have.
+    """
+    from lowtri.integrations.flex import create_block_mask
+
+    only(given, "scale", "softcap", "bias", "log-sum-exp", "grouped heads", "values of another size")
+    case, options = given.case, {"scale": given.case.scale, "enable_gqa": given.case.hq != given.case.hkv}
+    if 0 in given.visible.shape:
+        raise NotImplementedError("zero sizes")
+    sees = _mask_mod(given)
+    cap, bias, slopes, shift = given.softcap, given.bias, given.slopes, case.nk - case.nq
+    steps: list[Callable[..., Any]] = []
+    if cap is not None:
+        steps.append(lambda score, b, h, q, k: cap * torch.tanh(score / cap))
+    if slopes is not None:
+        of_heads = slopes.to(given.q.dtype)
+        steps.append(lambda score, b, h, q, k: score - of_heads[h] * (q + shift - k).abs())
+    elif case.bias == "broadcast":
+        of_keys = bias[0, :, 0]
+        steps.append(lambda score, b, h, q, k: score + of_keys[h, k])
+    elif bias is not None:
+        wide = bias.expand(given.visible.shape)
+        steps.append(lambda score, b, h, q, k: score + wide[b, h, q, k])
+    if form == "general":
+        grows = torch.arange(case.nq * 1.0, dtype=given.q.dtype)
+        steps.append(lambda score, b, h, q, k: torch.where(grows[q] == q, score, 2 * score))
+    if form == "conditions":
+        steps.append(lambda score, b, h, q, k: torch.where(sees(b, h, q, k), score, -torch.inf))
+    elif case.text != "full":
+        sizes = case.b, case.hq, case.nq, case.nk
+        options["block_mask"] = create_block_mask(sees, *sizes, device="cpu")
+    if steps:
+
+        def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            for step in steps:
+                score = step(score, b, h, q, k)
+            return score
+
+        options["score_mod"] = score_mod
+    return attend(given.q, given.k, given.v, **options, **({"return_lse": True} if case.lse else {}))
+
+
+def _mask_mod(given: Any) -> Callable[..., Any]:
+    """The mask of a case as a function of indices."""
+    text, shift = given.case.text, given.case.nk - given.case.nq
+    if text in ("random table", "empty rows", "heads([causal, causal & window(3)])"):
+        table = given.visible
+        return lambda b, h, q, k: table[b, h, q, k]
+    real = given.visible.any(2)[:, 0]
+    ids = torch.tensor({41: [7, 1, 22, 7], 27: [20, 17]}.get(len(text), [90, 70, 40]))
+    ids = torch.arange(len(ids)).repeat_interleave(ids)
+    formulas: dict[str, Callable[..., Any]] = {
+        "full": lambda b, h, q, k: q >= 0,
+        "top left": lambda b, h, q, k: q >= k,
+        "causal": lambda b, h, q, k: q + shift >= k,
+        "causal - window(1)": lambda b, h, q, k: q + shift > k,
+        "band(3, 2)": lambda b, h, q, k: (q - k <= 3) & (k - q <= 2),
+        "causal | first(5)": lambda b, h, q, k: (q >= k) | (k < 5),
+        "causal & (window(4) | first(2))": lambda b, h, q, k: (q >= k) & ((q - k < 4) | (k < 2)),
+        "causal & strided(3)": lambda b, h, q, k: (q >= k) & ((q - k) % 3 == 0),
+        "causal & chunks(8)": lambda b, h, q, k: (q >= k) & (q // 8 == k // 8),
+    }
+    for n in (5, 8, 64):
+        formulas[f"causal & window({n})"] = lambda b, h, q, k, n=n: (q + shift >= k) & (q + shift - k < n)
+    if text.startswith("padding"):
+        return lambda b, h, q, k: (q + shift >= k) & real[b, k]
+    if "documents" in text:
+        inner = formulas["causal" if text.startswith("causal") else "full"]
+        return lambda b, h, q, k: inner(b, h, q, k) & (ids[q] == ids[k])
+    if text not in formulas:
+        raise NotImplementedError(f"mask {text}")
+    return formulas[text]
 
 
 # JAX and ONNX
 
 
-def jit(attend: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
-    """lowtri's attention of JAX arrays inside of a compiled program."""
+def jax_dense(attend: Any, given: Any) -> Any:
+    """jax.nn.dot_product_attention under a mask of lowtri: its table of pairs; arrays are (B, N, H, D)."""
+    only(given, "scale", "bias", "grouped heads", "log-sum-exp")
     import jax
 
-    arrays = {name: options.pop(name) for name in ("bias", "sinks") if name in options}
-    return jax.jit(lambda q, k, v, arrays: attend(q, k, v, mask, **arrays, **options))(q, k, v, arrays)
+    case = given.case
+    table = case.mask.dense(case.nq, case.nk)  # (Nq, Nk), or with rows and heads in front
+    table = table.reshape(*(*case.mask.batch, 1, 1)[:2], case.nq, case.nk)
+    function = jax.jit(partial(attend, scale=case.scale, return_residual=case.lse))
+    bias = {} if given.bias is None else {"bias": given.bias}
+    result = function(*(x.swapaxes(1, 2) for x in (given.q, given.k, given.v)), mask=table, **bias)
+    return (result[0].swapaxes(1, 2), result[1].swapaxes(1, 2)) if case.lse else result.swapaxes(1, 2)
 
 
 def jax_call(compiled: bool, attend: Any, given: Any) -> Any:

@@ -15,22 +15,20 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
-from attentions import of_engine
+from attentions import late, of_engine
 from torch.nn.attention import flex_attention as torch_flex
 
 import lowtri
 from lowtri.backends import flex
 from lowtri.integrations import flash_attn
-from lowtri.integrations import jax as of_jax
 from lowtri.integrations import transformers as of_transformers
 from lowtri.integrations.flex import flex_attention
 from lowtri.integrations.torch import switch
 
-pytestmark = [  # x-transformers and inductor import torch.jit; FlexAttention's lse has had three names
+pytestmark = [  # inductor imports torch.jit; FlexAttention's lse has had three names
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*return_lse"),
 ]
-HEADS = {"grouped heads interleaved": "key/value heads are repeated one after the other: head h reads h % Hkv"}
 NAN = {"NaN from hidden keys": "hidden values are multiplied by a weight of 0"}
 LATE = {"NaN that later queries see": "hidden values are multiplied by a weight of 0"}
 NAN_GRADIENTS = {"NaN in queries that see nothing": "NaN in hidden queries gives NaN gradients"}
@@ -76,6 +74,7 @@ def compiled_flex_attention(*arrays: Any, **options: Any) -> Any:
             raise NotImplementedError(str(error).splitlines()[0]) from None
 
 
+CACHES = {"ragged": 37, "left padding": 37, "pages": 37, "index": 37, "new tokens": 37, "rotary": 35}
 OURS: dict[str, Entry] = {
     "backend cpu": Entry(of_engine("cpu"), {"dtypes": ALL}, 220),
     "backend formula": Entry(of_engine("formula"), {"dtypes": ALL}, 220),
@@ -84,46 +83,60 @@ OURS: dict[str, Entry] = {
     "backend flex": Entry(attentions.flex_backend, {"gradients": False, "differences": LATE}, 50),
     "attention": Entry(lowtri.attention),
     "attention, NumPy": Entry(attentions.numpy_only, {"dtypes": ["float32", "float64"]}, 100),
-    "scaled_dot_product_attention": Entry(lowtri.scaled_dot_product_attention, {"signature": "sdpa"}, 50),
+    "scaled_dot_product_attention": Entry(lowtri.scaled_dot_product_attention, {"signature": "sdpa"}, 55),
+    "scaled_dot_product_attention, is_causal": Entry(
+        lowtri.scaled_dot_product_attention, called(attentions.sdpa_causal), 40
+    ),
     "flash_attn": Entry(flash_attn.flash_attn_func, {"signature": "flash", "dtypes": ALL}, 130),
-    "flash_attn packed": Entry(flash_attn.flash_attn_kvpacked_func, called(attentions.flash_packed), 34),
+    "flash_attn packed": Entry(late(flash_attn, "flash_attn_kvpacked_func"), called(attentions.flash_packed), 34),
     "flash_attn varlen": Entry(flash_attn.flash_attn_varlen_func, called(attentions.flash_varlen), 35),
-    "flash_attn cache": Entry(flash_attn.flash_attn_with_kvcache, called(attentions.flash_cache, gradients=False), 36),
-    "flex_attention": Entry(flex_attention, {"signature": "flex"}, 50),
-    "nn.MultiheadAttention": Entry(switch, called(attentions.multihead), 46),
+    "flash_attn rotary": Entry(flash_attn.flash_attn_func, called(attentions.flash_rotary, False), 30),
+    "flash_attn rotary, interleaved": Entry(flash_attn.flash_attn_func, called(attentions.flash_rotary, True), 30),
+    **{
+        f"flash_attn cache, {form}": Entry(
+            late(flash_attn, "flash_attn_with_kvcache"), called(attentions.flash_cache, form, gradients=False), least
+        )
+        for form, least in CACHES.items()
+    },
+    "flex_attention": Entry(flex_attention, {"signature": "flex"}, 55),
+    **{
+        f"flex_attention, {form}": Entry(flex_attention, called(attentions.flex_formulas, form), 50)
+        for form in ("formulas", "conditions", "general")
+    },
+    **{
+        f"nn.MultiheadAttention, {form}": Entry(switch, called(attentions.multihead, form), least)
+        for form, least in (("bools", 50), ("floats", 50), ("is_causal", 20))
+    },
     "lowtri.nn.MultiHeadAttention": Entry(lowtri.nn.MultiHeadAttention, called(attentions.lowtri_module), 44),
     **{
         f"transformers, {form}": Entry(of_transformers.attend, called(attentions.transformers_call, form), 56)
         for form in ("bools", "-inf", "least")
     },
-    "x_transformers": Entry(switch, called(attentions.x_transformers_call, False, differences=HEADS), 52),
-    "x_transformers, flash": Entry(switch, called(attentions.x_transformers_call, True, differences=HEADS), 50),
-    "jax": Entry(of_jax.attention),
-    "jax, compiled": Entry(partial(attentions.jit, of_jax.attention), {"differences": XLA}),
-    "jax.nn": Entry(of_jax.dot_product_attention, called(attentions.jax_call, False), 50),
-    "jax.nn, compiled": Entry(of_jax.dot_product_attention, called(attentions.jax_call, True, differences=XLA), 50),
+    "transformers, no table": Entry(of_transformers.attend, called(attentions.transformers_causal), 30),
+    "transformers, mask functions": Entry(of_transformers.attend, called(attentions.transformers_masks), 45),
 }
 THEIRS: dict[str, Entry] = {
     "scaled_dot_product_attention": Entry(
         F.scaled_dot_product_attention, {"signature": "sdpa", "differences": NAN}, 45
     ),
     "nn.MultiheadAttention": Entry(
-        same, called(attentions.multihead, differences=NAN | {"no rows": "it cannot reshape an empty batch"}), 42
+        same,
+        called(attentions.multihead, "bools", differences=NAN | {"no rows": "it cannot reshape an empty batch"}),
+        42,
     ),
     "onnx": Entry(
         attentions.onnx_evaluator,
         called(attentions.onnx_call, differences=NAN | {"no keys": "it takes the greatest of no scores"}),
         50,
     ),
-    **{
-        f"x_transformers, flash={flash}": Entry(
-            same, called(attentions.x_transformers_call, flash, differences=HEADS | NAN | FINITE | NAN_GRADIENTS), 46
-        )
-        for flash in (False, True)
-    },
     "jax.nn": Entry(
         jax.nn.dot_product_attention,
         called(attentions.jax_call, True, differences=NAN | FINITE | XLA | NAN_GRADIENTS),
+        45,
+    ),
+    "jax.nn, mask.dense": Entry(
+        jax.nn.dot_product_attention,
+        called(attentions.jax_dense, differences=NAN | FINITE | XLA | NAN_GRADIENTS),
         45,
     ),
     "compiled FlexAttention": Entry(
@@ -132,7 +145,7 @@ THEIRS: dict[str, Entry] = {
         30,
     ),
 }
-SLOW = {"jax, compiled", "jax.nn", "jax.nn, compiled", "compiled FlexAttention"}  # most of the time is a compiler's
+SLOW = {"jax.nn", "jax.nn, mask.dense", "compiled FlexAttention"}  # most of the time is a compiler's
 FEW = [
     *("full", "causal", "one query, 130 keys", "grouped heads", "window of 5", "window on both sides", "padding right"),
     *("bias", "scale", "sink logits", "log-sum-exp", "empty rows", "softcap"),
@@ -149,12 +162,6 @@ def check(entry: Entry, cases: list[str] | None = None) -> None:
 def test_lowtri(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # its formula, without compiling
     monkeypatch.setattr(flex, "_compiled", lambda on_cpu: (torch_flex.flex_attention, None))
-    check(OURS[name], FEW if name in SLOW else None)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", sorted(SLOW & OURS.keys()))
-def test_lowtri_in_all_cases(name: str) -> None:
     check(OURS[name])
 
 

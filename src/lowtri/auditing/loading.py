@@ -1,4 +1,4 @@
-"""What the command line names: a function in a Python file, and a model to audit, made by one or read from a checkpoint folder."""
+"""What the command line names: a function in a Python file, and a model to audit, made by one or read by its name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import numpy as np
 
 from lowtri.auditing.audit import audit
 from lowtri.auditing.context import vocabulary_size
-from lowtri.auditing.system import first_line
 from lowtri.errors import DataError
+from lowtri.pretrained import Pretrained, read_model
 
 
 def function_in_file(target: str, example: str) -> tuple[Any, dict[str, Any]]:
@@ -107,22 +107,31 @@ class Target:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def load_target(text: str, *, length: int | None = None, vocab_size: int | None = None, seed: int = 0) -> Target:
-    """Read `FILE.py:make_model` or a folder with a config.json.
+def load_target(
+    text: str,
+    *,
+    length: int | None = None,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    read: Callable[[str], Pretrained] | None = None,
+) -> Target:
+    """Read `FILE.py:make_model`, or a model by its name.
 
     The function returns a model, or (model, example), or (model, example, arguments of `lowtri.audit`); instead of a
     function the name may be a module's. A name `MASK` in the file is the mask that the model declares. Without an example,
     token ids are drawn.
 
+    Args:
+        read: reads a model by its name; default: :func:`lowtri.pretrained.read_model`, encoders included.
+
     Raises:
-        DataError: if there is no such file, folder or function, or the model cannot be made.
+        DataError: if there is no such file, model or function, or the model cannot be made.
     """
     if text.endswith(".py") or text.rpartition(":")[0].endswith(".py"):
         target = _from_file(text)
-    elif Path(text).is_dir():
-        target = _from_folder(Path(text))
     else:
-        raise DataError(f"{text}: neither a folder with a config.json nor FILE.py:make_model")
+        loaded = read_model(text, encoders=True) if read is None else read(text)
+        target = _of_model(loaded.model)
     if target.example is None:
         target.example = _random_ids(target.model, length, vocab_size, seed)
     return target
@@ -146,26 +155,10 @@ def _from_file(text: str) -> Target:
     return Target(parts[0], parts[1] if len(parts) > 1 else None, mask, arguments)
 
 
-def _from_folder(folder: Path) -> Target:
-    from lowtri.nn.files import read_json
-
-    config = read_json(folder, "config.json")
-    if config is None:
-        raise DataError(f"{folder}: no readable config.json (there is none)")
-    if "lowtri_mask" in config:
-        from lowtri.nn.checkpoint import load
-
-        model: Any = load(folder)[0]
-        # The mask in the file is each layer's; from end to end a layer passes on what it has seen.
+def _of_model(model: Any) -> Target:
+    if hasattr(model, "make_cache"):
+        # The mask of lowtri's own models is each layer's; from end to end a layer passes on what it has seen.
         return Target(model, None, model.mask, {"layers": model.config.num_hidden_layers})
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise DataError(f"{folder}: a checkpoint of transformers, which is not installed") from None
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise DataError(f"{folder}: transformers cannot load it: {first_line(error, typed=False)}") from None
     mask, layers = declared_mask(model.config)
     return Target(model, None, mask, {} if layers is None else {"layers": layers})
 

@@ -17,48 +17,67 @@ Both depend on the call's description only, so equal calls run on the same backe
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from enum import Enum
 from typing import Any, ClassVar, Protocol
 
 from lowtri.ops.call import Call, Inputs, Positions, Result
 
-__all__ = ["BACKENDS", "Backend", "Prepared"]
+__all__ = ["BACKENDS", "Backend", "GradientSource", "Prepared"]
 
 BACKENDS = ("cpu", "sdpa", "flex", "formula", "reference")
 
 
-class Prepared:
+class GradientSource(Enum):
+    """What the gradients of a prepared call are computed from. Gradients that need a graph are always the formula's."""
+
+    GRAPH = "graph"
+    """torch differentiates what ``run`` computes."""
+    LSE = "lse"
+    """``gradients`` needs the inputs, the output and the log-sum-exp, which are the only results of such calls."""
+    STATE = "state"
+    """``gradients`` needs the ``state`` of the result."""
+    FORMULA = "formula"
+    """All gradients are those of the formula, in float64."""
+
+
+class Prepared(ABC):
     """A prepared call: runs on any arrays of the same signature, also from several threads at once.
+
+    What the results depend on is abstract: a class that derives from a prepared call, as the one for other keys, has to say it.
 
     Attributes:
         nbytes: memory that it holds between runs.
-        gradients_from: None: torch differentiates what ``run`` computes. "lse": ``gradients`` needs nothing of the forward but
-            its output and log-sum-exp, the only results of such calls. "state": it needs the ``state`` of the result.
-            "formula": all gradients are those of the formula, in float64. Gradients that need a graph are always the formula's.
-        is_selective: the mask is kept to for finite, moderate numbers only, and ``accepts`` inspects them under ``engine="auto"``.
         any_keys: ``at`` prepares it for other keys and positions, in a fraction of the time of a new call.
     """
 
     nbytes: int = 512
-    gradients_from: str | None = None
-    is_selective: bool = False
     any_keys: ClassVar[bool] = False
 
+    @abstractmethod
     def run(self, inputs: Inputs) -> Result:
         """The result, with the ``state`` that ``gradients`` needs, if it needs one and the call needs gradients."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def gradient_source(self) -> GradientSource:
+        """What gradients are computed from; for a call without gradients, those of the same call with them."""
+
+    @abstractmethod
+    def checks_values(self) -> bool:
+        """Whether the mask is kept to for finite, moderate numbers only, so that ``engine="auto"`` asks ``is_exact_for``."""
 
     def gradients(self, inputs: Inputs, output: Any, state: Any, d_output: Any, d_lse: Any = None) -> Inputs:
         """The gradients of the inputs, None where none is needed, in any dtype.
 
         Args:
-            state: of the result; for ``gradients_from = "lse"`` the log-sum-exp, (1, B, Hq, Nq), serves, too.
+            state: of the result; for ``GradientSource.LSE`` the log-sum-exp, (1, B, Hq, Nq), serves, too.
             d_output, d_lse: the gradients of the output and of the log-sum-exp.
         """
         raise NotImplementedError
 
-    def accepts(self, inputs: Inputs, d_output: Any = None) -> bool:
+    def is_exact_for(self, inputs: Inputs, d_output: Any = None) -> bool:
         """Whether it keeps to the mask for these inputs, or in the backward for this gradient of the output."""
-        return True
+        raise NotImplementedError
 
     def at(self, positions: Positions, k_strides: tuple[int, ...], v_strides: tuple[int, ...]) -> Prepared | None:
         """This call for other keys and positions, strides in elements; None where it cannot run them. It reads the first

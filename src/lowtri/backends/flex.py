@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowtri.backends import Prepared
+from lowtri.backends import GradientSource, Prepared
 from lowtri.masks.plan import TILE_Q, Plan, key_ranges, keys_seen, queries_that_see, row_of_runs, tile_patterns
 from lowtri.masks.tile import FULL
 from lowtri.ops.call import Call, Inputs, Result
@@ -92,6 +92,12 @@ class _Compiled(Prepared):
         lists = () if self.block_mask is None else self.block_mask.as_tuple()
         kept = (*lists, self.fully_masked_queries, self.fully_masked_keys)
         self.nbytes = 4096 + sum(x.nbytes for x in kept if isinstance(x, Tensor))
+
+    def gradient_source(self) -> GradientSource:
+        return GradientSource.GRAPH
+
+    def checks_values(self) -> bool:
+        return False
 
     def run(self, inputs: Inputs) -> Result:
         call, (q, k, v, bias, sinks) = self.call, inputs

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowtri.backends import Prepared
+from lowtri.backends import GradientSource, Prepared
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.tensors import loop_over_vmapped_grads, transformation
@@ -69,6 +69,12 @@ class Tiles(Prepared):
             if written <= _TABLE_BYTES:
                 self._table = torch.from_numpy(call.visible()).to(call.device)
         self.nbytes = 4096 + (0 if self._table is None else self._table.nbytes)
+
+    def gradient_source(self) -> GradientSource:
+        return GradientSource.GRAPH
+
+    def checks_values(self) -> bool:
+        return False
 
     def visible(self, tile: Tile, device: torch.device) -> Tensor:
         """The table of a tile, (B|1, Hq|1, n, Nk)."""

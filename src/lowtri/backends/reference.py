@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.backends import Prepared
+from lowtri.backends import GradientSource, Prepared
 from lowtri.ops.call import Call, Inputs, Result
 
 __all__ = ["Steps", "attend", "name", "prepare", "supports"]
@@ -34,10 +34,14 @@ def prepare(call: Call) -> Prepared:
 
 
 class _Definition(Prepared):
-    gradients_from = "formula"
-
     def __init__(self, call: Call) -> None:
         self.call = call
+
+    def gradient_source(self) -> GradientSource:
+        return GradientSource.FORMULA
+
+    def checks_values(self) -> bool:
+        return False
 
     def run(self, inputs: Inputs) -> Result:
         """Results in the dtype of q, log-sum-exp in float64 or float32."""
@@ -47,8 +51,10 @@ class _Definition(Prepared):
             bias = call.bias_of_pairs(bias)
         steps = attend(q, k, v, call.visible(), scale=call.scale, softcap=call.softcap, bias=bias, sinks=sinks)
         if call.is_numpy:
-            lse = steps.lse.astype(np.promote_types(like.dtype, np.float32))
-            return Result(steps.output.astype(like.dtype), steps.weights.astype(like.dtype), lse)
+            with np.errstate(all="ignore"):  # a small weight becomes 0 in a narrower dtype
+                output, weights = (x.astype(like.dtype) for x in (steps.output, steps.weights))
+                lse = steps.lse.astype(np.promote_types(like.dtype, np.float32))
+            return Result(output, weights, lse)
         import torch
 
         at_least_32 = torch.promote_types(like.dtype, torch.float32)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.backends import Prepared
+from lowtri.backends import GradientSource, Prepared
 from lowtri.compat.torch_private import scaled_dot_product_attention
 from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call, Inputs, Result
@@ -62,13 +62,10 @@ class _Fused(Prepared):
     for torch, and its output is set to 0 afterwards; keys that no query sees are set to 0 before, so that 0 * NaN never happens.
     """
 
-    is_selective = True
-
     def __init__(self, call: Call) -> None:
         self.call, self.huge = call, _HUGE[call.dtype]
         with_table = needs_table(call)
-        if call.needs_grad and call.opaque is None and not call.dropout:
-            self.gradients_from = "state"
+        self.has_state = call.needs_grad and call.opaque is None and not call.dropout
         self.options: dict[str, Any] = {"scale": call.scale, "is_causal": not with_table and _is_torch_causal(call)}
         if call.dropout:
             self.options["dropout_p"] = call.dropout
@@ -82,6 +79,12 @@ class _Fused(Prepared):
             self._prepare_table(call)
         kept: list[Any] = [self.fully_masked_queries, self.fully_masked_keys, self.table]
         self.nbytes = 512 + sum(x.nbytes for x in kept if x is not None)
+
+    def gradient_source(self) -> GradientSource:
+        return GradientSource.STATE if self.has_state else GradientSource.GRAPH
+
+    def checks_values(self) -> bool:
+        return True
 
     def _prepare_table(self, call: Call) -> None:
         def tensor(table: Any) -> Tensor | None:
@@ -101,7 +104,7 @@ class _Fused(Prepared):
         self.table = None if visible.all() else torch.from_numpy(visible | no_key).to(call.device)
 
     def run(self, inputs: Inputs) -> Result:
-        if self.gradients_from is None:
+        if not self.has_state:
             return Result(self._output(inputs))
         with torch.enable_grad():  # the gradients need the graph that torch records
             leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs]
@@ -119,7 +122,7 @@ class _Fused(Prepared):
         grads = iter(torch.autograd.grad(output, wanted, d_output))
         return Inputs(*(None if x is None or not x.requires_grad else next(grads) for x in leaves))
 
-    def accepts(self, inputs: Inputs, d_output: Any = None) -> bool:
+    def is_exact_for(self, inputs: Inputs, d_output: Any = None) -> bool:
         """Whether torch's function keeps to the mask for these numbers.
 
         Where q, k, v and their products are finite, a hidden pair counts for exactly 0. The output alone would not show it: torch

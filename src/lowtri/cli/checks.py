@@ -12,7 +12,7 @@ from lowtri.cli.options import Json, Report, Seed, Threads, note, option, print_
 
 def audit(
     target: Annotated[
-        str, typer.Argument(help="FILE.py:make_model, or a model: a folder, a GGUF file, org/name, smollm2")
+        str, typer.Argument(help="FILE.py:make_model, or a model: a folder, a GGUF file, org/name, smollm2.")
     ],
     mask: Annotated[
         str | None,
@@ -65,11 +65,7 @@ def audit(
         raise CallError("audit: --train and --eval were given.\nFix: give one of them, or neither for both modes.")
     if mask is not None:
         as_mask(mask)  # an error in it is reported before the model is loaded
-    if not target.endswith(".py") and not target.rpartition(":")[0].endswith(".py"):
-        from lowtri.nn.names import folder_of
-
-        target = str(folder_of(target, note))
-    loaded = load_target(target, length=length, vocab_size=vocab, seed=seed)
+    loaded = load_target(target, length=length, vocab_size=vocab, seed=seed, read=_read)
     arguments = dict(loaded.arguments)
     if infer:
         known = ("vocab_size", "output", "input", "position_axis", "batch_axis")
@@ -90,6 +86,12 @@ def audit(
     if seed or "seed" not in arguments:
         arguments["seed"] = seed
     print_report(run(loaded.model, loaded.example, mask=declared, **arguments), json, out)
+
+
+def _read(name: str) -> Any:
+    from lowtri.integrations.transformers.loading import load_model
+
+    return load_model(name, encoders=True, note=note)
 
 
 def verify(

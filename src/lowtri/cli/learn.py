@@ -16,7 +16,6 @@ from lowtri.cli.options import (
     Seed,
     Threads,
     load_model,
-    many,
     note,
     option,
     output_file,
@@ -42,7 +41,8 @@ def explain(
     model: Annotated[
         str | None,
         option(
-            "A trained model, instead of random weights: a folder, a GGUF file, org/name, smollm2.", metavar="MODEL"
+            "A trained model, instead of random weights: a folder, a GGUF file, org/name in the hub's cache, smollm2.",
+            metavar="MODEL",
         ),
     ] = None,
     layer: Annotated[int | None, option("Which layer of the model.", min=0, show_default="0")] = None,
@@ -70,7 +70,8 @@ def explain(
     lowtri explain "The black cat" --mask "causal & window(2)" --html steps.html
 
     Every step of masked attention, with numbers: tokens, encodings, W_q^T, q, k, v, scores, scaled, masked, weights and
-    output, with and without the mask. Without a model the weights are random, and the result says so. A sentence is cut at
+    output, with and without the mask. With a model they are those of one head in one layer, from the q, k and v that its attention
+    receives. Without a model the weights are random, and the result says so. A sentence is cut at
     spaces, and by characters where its script has none; with a model, by its tokenizer. A file of numbers is .json, .npy,
     or text as a table or as Python or NumPy print an array.
     """
@@ -82,7 +83,7 @@ def explain(
     if values is not None and scores is None:
         _reject("--values goes with --scores", "add --scores FILE")
     if layer is not None and model is None:
-        _reject("--layer is for a trained model", "add --model DIR")
+        _reject("--layer is for a trained model", "add --model MODEL")
     without: dict[str, Any] = {"--model": model, "--encodings": encodings, "--heads": None if heads == 1 else heads}
     if scores is not None:
         _reject_given("--scores", "does not go with given scores", without)
@@ -104,28 +105,15 @@ def explain(
 
 def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:
     from lowtri.explaining.steps import explain as steps_of
-    from lowtri.nn.files import encode
+    from lowtri.generation.generate import encode
 
-    layers = _layers_of(name) if layer else None
-    if layers is not None and layer >= layers:  # before the weights are read
-        _reject(f"--layer is {layer}, but {name} has {many(layers, 'layer')}", f"0 to {layers - 1}")
     model, tokenizer, _ = load_model(name, mask=mask)
     ids = encode(tokenizer, sentence)
     if not ids:
         _reject("the sentence is empty", 'a word at least, as in "Write a poem"')
     tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
-    explanation = steps_of(model, ids, tokens=tokens, mask=mask, layer=layer, head=head)
+    explanation = steps_of(model, ids, tokens=tokens, layer=layer, head=head)
     return replace(explanation, note=f"Tokens by the model's tokenizer. {explanation.note}")
-
-
-def _layers_of(name: str) -> int | None:
-    """How many layers the model's config.json declares; None if it does not say."""
-    from lowtri.nn.files import read_json
-    from lowtri.nn.names import folder_of
-
-    config = read_json(folder_of(name, note), "config.json") or {}
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    return layers if isinstance(layers, int) else None
 
 
 def _read(path: Path, most: int = 2) -> Any:

@@ -40,9 +40,7 @@ from lowtri.extras import EXTRAS, missing
 VERBS = {
     "explain": ("learn", "Every step of masked attention for a sentence, with numbers."),
     "mask": ("learn", "What a mask shows and hides: a picture, counts, or a file."),
-    "train": ("models", "Train a decoder on text files; the folder loads in transformers."),
     "generate": ("models", "Let a trained model continue a text."),
-    "eval": ("models", "Loss on text files, all at once and step by step."),
     "audit": ("checks", "Does a model use what its mask hides? Every leak, by position."),
     "verify": ("checks", "Does a function compute masked attention? Its mistake, by name."),
     "bench": ("machine", "How fast attention is, against torch and the CPU's limit."),

@@ -10,11 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lowtri.errors import DataError
+
+if TYPE_CHECKING:
+    from lowtri.pretrained import Pretrained
 
 
 def option(help: str, *names: str, **settings: Any) -> Any:
@@ -48,17 +51,13 @@ def output_file(help: str, *endings: str, names: Sequence[str] = ("--out",)) -> 
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, org/name on the Hugging Face hub, or smollm2.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder, a GGUF file, org/name in the Hugging Face hub's cache, or smollm2."
+    ),
 ]
 Seed = Annotated[int, option("The same seed gives the same result.", min=0, max=2**63 - 1)]
 Threads = Annotated[int | None, option("Threads to compute with.", min=1, max=1024, show_default="torch's own choice")]
-Weights = Annotated[
-    str | None,
-    option(
-        "Store the linear layers' weights as float16, int8, bf16 or float32, for generating.",
-        show_default="as they are",
-    ),
-]
 Report = Annotated[
     Path | None,
     output_file(
@@ -102,21 +101,21 @@ def print_report(report: Any, json: bool, out: Path | None) -> None:
         raise typer.Exit(report.exit_code)
 
 
-def load_model(name: str, **options: Any) -> tuple[Any, Any, Path]:
-    """A trained model that reads text, its tokenizer, and its folder.
+def load_model(name: str, **options: Any) -> Pretrained:
+    """A trained model that reads text, with lowtri's attention, and its tokenizer.
 
     Args:
-        options: those of :func:`lowtri.nn.checkpoint.load_named`.
+        options: those of :func:`lowtri.integrations.transformers.load_model`.
 
     Raises:
         DataError: if there is no such model, or it has no tokenizer.
     """
-    from lowtri.nn.checkpoint import load_named
+    from lowtri.integrations.transformers.loading import load_model as load
 
-    model, tokenizer, folder = load_named(name, progress=note, **options)
-    if tokenizer is None:
-        raise DataError(f"{name} has no tokenizer.json, so it cannot read text. Fix: a folder that lowtri train wrote")
-    return model, tokenizer, folder
+    loaded = load(name, note=note, **options)
+    if loaded.tokenizer is None:
+        raise DataError(f"{name} has no tokenizer, so it cannot read text. Fix: its tokenizer.json in the same folder")
+    return loaded
 
 
 def use_threads(threads: int | None) -> None:

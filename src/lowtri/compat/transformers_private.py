@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from threading import Lock
 from typing import Any
+
+from lowtri.errors import EngineError
+from lowtri.system import after_fork
 
 
 def known_mask_function(name: str, *arguments: Any) -> Callable[..., Any] | None:
@@ -59,3 +68,117 @@ def split_heads(layer: Any, fused: Any) -> tuple[Any, Any, Any]:
 def is_stateful(model: Any) -> bool:
     """Whether a model's cache cannot go back: recurrent and hybrid models."""
     return bool(getattr(model, "_is_stateful", False))
+
+
+def model_inside(module: Any) -> Any:
+    """The outermost model of transformers in a module, which may be the module itself; None if there is none.
+
+    transformers is not loaded for the answer: without it there is none.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    parts = getattr(module, "modules", None)
+    if library is None or not callable(parts) or isinstance(module, type):
+        return None
+    return next((part for part in parts() if isinstance(part, library.PreTrainedModel)), None)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of the attention that a layer asked the interface for: its arguments, and what it returned."""
+
+    module: Any
+    query: Any  # (B, Hq, Nq, D)
+    key: Any  # (B, Hkv, Nk, D)
+    value: Any  # (B, Hkv, Nk, Dv)
+    mask: Any  # what the implementation's mask function made, or None
+    options: dict[str, Any]  # the others, by name: scaling, softcap, ...
+    implementation: str | None  # the name that was asked for
+    result: Any  # (output, weights)
+
+    @property
+    def layer(self) -> int | None:
+        """The index that the module says it has; None if it says none."""
+        index = getattr(self.module, "layer_idx", None)
+        return index if isinstance(index, int) else None
+
+    def without_arrays(self) -> AttentionCall:
+        """The same call without what needs memory."""
+        return AttentionCall(self.module, None, None, None, None, {}, self.implementation, None)
+
+
+_recorder: ContextVar[Callable[[AttentionCall], None] | None] = ContextVar("lowtri_attention_recorder", default=None)
+_recording = 0  # how many recordings run, in all threads
+_recording_lock = Lock()
+_own_get_interface: Any = None
+
+
+@contextmanager
+def recorded_attention(record: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Pass every call of the attention interface in this thread to ``record``, whatever the implementation.
+
+    A model asks ``AttentionInterface.get_interface`` in every layer and every forward. Registering another implementation would
+    not show what the model's own does, and would change its configuration; so the method is replaced while a recording runs.
+
+    Raises:
+        EngineError: if this version has no such method.
+    """
+    global _recording, _own_get_interface
+    from transformers import AttentionInterface
+
+    interface: Any = AttentionInterface
+    if not hasattr(interface, "get_interface"):
+        raise EngineError(
+            "explain: this transformers has no AttentionInterface.get_interface, by which explain reads a model's attention.\n"
+            "Fix: pip install -U transformers."
+        )
+    with _recording_lock:
+        if interface.get_interface is not _get_recorded_interface:
+            _own_get_interface = interface.get_interface
+            interface.get_interface = _get_recorded_interface
+        _recording += 1
+    token = _recorder.set(record)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
+        with _recording_lock:
+            _recording -= 1
+            if not _recording:
+                interface.get_interface = _own_get_interface
+
+
+def _renew_lock() -> None:
+    """In a forked child, where only the thread that forked lives on: another thread's recording never ends."""
+    global _recording, _recording_lock
+    _recording_lock = Lock()
+    _recording = 0 if _recorder.get() is None else 1
+
+
+after_fork(_renew_lock)
+
+
+def _get_recorded_interface(interface: Any, implementation: str | None, *others: Any, **options: Any) -> Any:
+    """Of ``AttentionInterface.get_interface``: the same function, which passes its calls on in a thread that records."""
+    function = _own_get_interface(interface, implementation, *others, **options)
+    record = _recorder.get()
+    if record is None:
+        return function
+
+    @wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        record(_described_call(args, kwargs, implementation, result))
+        return result
+
+    return recorded
+
+
+_ARGUMENTS = ("module", "query", "key", "value", "attention_mask", "dropout", "scaling")  # of every attention function
+
+
+def _described_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], implementation: str | None, result: Any
+) -> AttentionCall:
+    options = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    module, query, key, value, mask = (options.pop(name, None) for name in _ARGUMENTS[:5])
+    return AttentionCall(module, query, key, value, mask, options, implementation, result)

@@ -218,14 +218,19 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array
     True
 
     Args:
-        outputs: list of (..., Nq, Dv), one for each set of keys.  lses: list of (..., Nq), from ``return_lse=True``.
+        outputs: list of (..., Nq, Dv), one for each set of keys.  lses: list of (..., Nq), from ``return_lse=True``. A part whose
+            log-sum-exp is -inf is empty; so is one of +inf whose output is 0, which is how flash-attn marks a row without keys.
 
     Returns:
         (output, lse) over all keys, which can be merged again. Compute the parts without sinks, which would be counted once per part.
 
     Source: the split softmax of FlashAttention (Dao et al. 2022) and ring attention (Liu et al. 2023).
     """
-    outputs, lses = list(outputs), list(lses)
+    try:
+        outputs, lses = list(outputs), list(lses)
+    except TypeError:
+        kinds = f"{type(outputs).__name__} and {type(lses).__name__}"
+        raise CallError(f"merge: got {kinds}, but it takes a list of outputs and a list of lses.") from None
     if not outputs or len(outputs) != len(lses):
         raise CallError(
             f"merge: {len(outputs)} outputs and {len(lses)} lses; there is one of each for every set of keys."
@@ -246,19 +251,30 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array
                 f"merge: an output is {tuple(out.shape)} and its lse {tuple(lse.shape)}, "
                 "but outputs share one shape (..., Nq, Dv), and each has an lse (..., Nq)."
             )
-    if isinstance(outputs[0], np.ndarray):
-        stacked, lse = np.stack(outputs), np.stack(lses)  # (parts, ..., Nq, Dv), (parts, ..., Nq)
+    return _merge_arrays(outputs, lses) if isinstance(outputs[0], np.ndarray) else _merge_tensors(outputs, lses)
+
+
+def _merge_arrays(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
+    with np.errstate(all="ignore"):
+        parts, lse = np.stack(outputs), np.stack(lses)  # (parts, ..., Nq, Dv), (parts, ..., Nq)
+        empty = np.isneginf(lse) | (np.isposinf(lse) & (parts == 0).all(axis=-1))
+        parts, lse = np.where(empty[..., None], 0, parts), np.where(empty, -np.inf, lse)
         row_max = lse.max(axis=0)
         shift = np.where(np.isneginf(row_max), 0, row_max)
-        with np.errstate(divide="ignore"):
-            total = np.exp(lse - shift).sum(axis=0)
-            joined = shift + np.log(total)
-        share = np.exp(lse - shift) / np.where(total == 0, 1, total)
-        return (stacked * share[..., None]).sum(axis=0).astype(outputs[0].dtype), joined
+        exps = np.exp(lse - shift)
+        total = exps.sum(axis=0)
+        share = exps / np.where(total == 0, 1, total)
+        joined = np.where(np.isposinf(row_max), np.inf, shift + np.log(total)).astype(lse.dtype)
+        return (parts * share[..., None]).sum(axis=0).astype(outputs[0].dtype), joined
+
+
+def _merge_tensors(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     import torch
 
     parts, lse = torch.stack(outputs), torch.stack(lses)
-    nothing = (lse == -torch.inf).all(dim=0)
+    empty = (lse == -torch.inf) | ((lse == torch.inf) & (parts == 0).all(dim=-1))
+    parts, lse = parts.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
+    nothing = empty.all(dim=0)
     share = torch.softmax(lse.masked_fill(nothing, 0), dim=0).masked_fill(nothing, 0)
     joined = torch.logsumexp(lse.masked_fill(nothing, 0), dim=0).masked_fill(nothing, -torch.inf)
     return (parts * share[..., None]).sum(dim=0).to(outputs[0].dtype), joined

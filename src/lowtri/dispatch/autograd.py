@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtri.backends import Prepared
+from lowtri.backends import GradientSource, Prepared
 from lowtri.compat.torch_private import apply_function, saved_tensors_hooks
 from lowtri.dispatch.choose import load
 from lowtri.errors import CallError
@@ -66,13 +66,14 @@ def _backward(ctx: Any, dense: bool, d_output: Any, d_weights: Any = None, d_lse
     if d_output is None:
         d_output = torch.zeros_like(output)
     transformed = torch.is_grad_enabled() or active_mode() is not None  # torch records a graph of the gradients
-    by_formula = transformed or not dense or prepared.gradients_from == "formula"
-    if by_formula or (prepared.is_selective and not prepared.accepts(inputs, d_output)):
+    source = prepared.gradient_source()
+    by_formula = transformed or not dense or source is GradientSource.FORMULA
+    if by_formula or (prepared.checks_values() and not prepared.is_exact_for(inputs, d_output)):
         d_result = Result(d_output, d_weights, d_lse)
         return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
     if ctx.saved is not None:
         _check_unpacked((*arrays, output), ctx.saved)
-    if prepared.gradients_from == "lse":
+    if source is GradientSource.LSE:
         state = ctx.states[0]
     else:  # the first backward consumes a graph, which frees its memory; a second one records it again
         state = ctx.states.pop() if ctx.states else prepared.run(inputs).state
@@ -102,7 +103,7 @@ def _by_formula(
     prepared: Prepared, call: Call, inputs: Inputs, d_result: Result, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of the inputs that are ``wanted``; with a graph where torch records one."""
-    dtype = torch.float64 if prepared.gradients_from == "formula" else None
+    dtype = torch.float64 if prepared.gradient_source() is GradientSource.FORMULA else None
     recording = torch.is_grad_enabled()
 
     def results(arrays: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

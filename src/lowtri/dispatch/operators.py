@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowtri.backends import GradientSource
 from lowtri.compat.torch_private import outside_graph, recording_gradients
+from lowtri.dispatch.exported import exports_to_onnx, formula_for_onnx
 from lowtri.dispatch.prepared import CachedCall, autocast_device, prepared_call, run_eagerly, without_autocast
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
@@ -98,7 +100,7 @@ class _Known(NamedTuple):
     """The results of a call and their gradients, in the user's dimensions."""
 
     output: Tensor
-    lse: Tensor
+    lse: Tensor | None  # None where the forward did not compute it
     d_output: Tensor
     d_lse: Tensor
 
@@ -126,10 +128,10 @@ def _gradients_of_call(
 
     with recording_gradients(), without_autocast(autocast_device(known.output)):
         ready, rows = prepared(leaves)
-        if ready.prepared.gradients_from == "lse":
+        if ready.prepared.gradient_source() is GradientSource.LSE and known.lse is not None:
             gradients = _from_lse(ready, rows, leaves, known, wide)
         else:
-            if wide:  # torch's own gradients have the dtypes of the inputs
+            if wide and known.lse is not None:  # torch's own gradients have the dtypes of the inputs
                 leaves = [
                     None if x is None else x.detach().to(known.lse.dtype).requires_grad_(x.requires_grad)
                     for x in leaves
@@ -149,6 +151,7 @@ def _from_lse(ready: CachedCall, rows: Inputs, leaves: list[Any], known: _Known,
     shape = ready.call.q.shape[:3]
     q, lse_dtype = rows.q, torch.promote_types(rows.q.dtype, torch.float32)
     output, d_output = (x.reshape(*shape, -1).to(q.dtype) for x in (known.output, known.d_output))
+    assert known.lse is not None, "such gradients are asked for where it is known"
     lse = known.lse.reshape(1, *shape).to(lse_dtype).contiguous()
     with torch.no_grad():
         grads = ready.prepared.gradients(rows, output, lse, d_output, known.d_lse.reshape(shape))
@@ -180,6 +183,7 @@ def _of_part(part: Tensor, part_lse: Tensor, known: _Known) -> list[Tensor]:
     share * (d_output . (part - output) + d_lse). For all keys, share is 1 and part is output.
     """
     output, lse, d_output, d_lse = known
+    assert lse is not None, "attention_backward gets it"
     nothing = (lse == -torch.inf) | (part_lse == -torch.inf)
     share = torch.exp(part_lse - lse).masked_fill(nothing, 0)
     d_output = d_output.to(lse.dtype)
@@ -219,6 +223,8 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
         raise CallError('attention: bias is a CausalBias, which has no data. Fix: the mask "causal".')
     if not isinstance(mask, (Mask, str)):
         as_mask(mask, "attention: mask")  # raises with the fix
+    if exports_to_onnx():
+        return formula_for_onnx(q, k, v, mask, options)
     text, arrays = pack(mask) if isinstance(mask, Mask) else (mask, [])
     if _strictly_exporting() and not all(isinstance(array, Tensor) for array in arrays):
         raise MaskError(
@@ -270,15 +276,18 @@ def _tensor(array: Any) -> Any:
 
 @torch.library.custom_op("lowtri::attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is 0 where neither the caller nor the backward needs it."""
+    """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is inf where neither the caller nor the backward needs it."""
     ready, inputs = _prepared(q, k, v, *rest)
-    if ready.prepared.gradients_from == "lse" and not ready.call.return_lse:  # the gradients need it
+    if ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse:  # the gradients need it
         rest = (*rest[:-2], True, ready.backend)
         ready, inputs = _prepared(q, k, v, *rest)
     with without_autocast(autocast_device(q)):
         result = ready.run(inputs)
     restore = ready.call.restore
-    lse = q.new_zeros(q.shape[:-1], dtype=_wide(q)) if result.lse is None else restore(result.lse)
+    if result.lse is None:
+        lse = q.new_full(q.shape[:-1], torch.inf, dtype=_wide(q))
+    else:
+        lse = restore(result.lse)
     return restore(result.output).contiguous(), lse.contiguous()
 
 
@@ -300,7 +309,8 @@ def _backward(
         None if x is None else x.detach().requires_grad_(want) for x, want in zip(arguments[:5], wanted, strict=True)
     ]
     mask, options, bias_kind = _read(*arguments[5:])
-    grads = _gradients_of_call(leaves, bias_kind, mask, options, _Known(output, lse, d_output, d_lse))
+    known_lse = None if lse.isposinf().all() else lse  # a call whose backend was chosen for the forward may not have it
+    grads = _gradients_of_call(leaves, bias_kind, mask, options, _Known(output, known_lse, d_output, d_lse))
     return [d.contiguous() for d in grads if d is not None]
 
 

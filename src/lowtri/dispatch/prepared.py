@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.backends import Prepared
+from lowtri.backends import GradientSource, Prepared
 from lowtri.dispatch.choose import choose, load
 from lowtri.masks.arrays import why_not_plain
 from lowtri.masks.mask import Mask
@@ -24,6 +24,7 @@ from lowtri.masks.tile import POSITION_MAX
 from lowtri.ops.arguments import arrange, available_threads, describe, whole_strides
 from lowtri.ops.call import FEW_QUERIES, Call, CallOptions, Inputs, Positions, Result
 from lowtri.ops.distance_bias import DistanceBias
+from lowtri.system import after_fork
 
 _UNCHANGED = nullcontext()
 _MOST_KEPT = 2**20  # bytes of a table of visible keys that the newest call keeps
@@ -118,9 +119,20 @@ class CachedCall:
         newest = self.newest  # read once, since other threads replace it
         return newest[1] if newest is not None and newest[0] == signature else None
 
+    @property
+    def serves_any_keys(self) -> bool:
+        """Whether it may be kept for any number of keys. The others read the keys' sizes in ``call``, which are those of the first."""
+        return self.prepared.any_keys and not self.selective and not self.differentiates
+
+    def with_keys(self, prepared: Prepared) -> CachedCall:
+        """This call where it is prepared for other keys. All else is as it is here."""
+        return CachedCall(
+            self.call, self.backend, prepared, self.by_name, self.selective, self.differentiates, self.is_4d_qkv
+        )
+
     def fallback(self, inputs: Inputs) -> CachedCall | None:
         """The next backend by the rules, prepared, if the inputs rule this one out; else None."""
-        if self.by_name or not self.selective or self.prepared.accepts(inputs):
+        if self.by_name or not self.selective or self.prepared.is_exact_for(inputs):
             return None
         return prepare(self.call, choose(self.call, "auto", exclude=self.backend))
 
@@ -146,8 +158,8 @@ def prepare(call: Call, engine: str) -> CachedCall:
     """Choose the backend and prepare the call."""
     name = choose(call, engine)
     prepared = load(name).prepare(call)
-    selective = call.opaque is None and prepared.is_selective  # opaque data is not inspected
-    differentiates = call.needs_grad and prepared.gradients_from is not None
+    selective = call.opaque is None and prepared.checks_values()  # opaque data is not inspected
+    differentiates = call.needs_grad and prepared.gradient_source() is not GradientSource.GRAPH
     is_4d_qkv = call.rank == 4 and call.bias is None and call.sinks is None
     return CachedCall(call, name, prepared, engine != "auto", selective, differentiates, is_4d_qkv)
 
@@ -190,7 +202,7 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
     call, inputs = describe(q, k, v, mask, options)
     ready = prepare(call, engine)
     if may_be_cached(mask, options):
-        if few is not None and ready.prepared.any_keys:
+        if few is not None and ready.serves_any_keys:
             PREPARED.put(few, ready)
         elif key is not None:
             PREPARED.put(key, ready)
@@ -307,7 +319,7 @@ def _prepare_at(ready: CachedCall, inputs: Inputs, keys: tuple[Any, ...], positi
     prepared = ready.prepared.at(positions, *strides)
     if prepared is None:
         return None
-    now = CachedCall(call, ready.backend, prepared, ready.by_name, False, False, ready.is_4d_qkv)
+    now = ready.with_keys(prepared)
     if prepared.nbytes <= _MOST_KEPT:  # a larger table of visible keys is made again
         ready.newest = keys, now
     return now
@@ -397,8 +409,14 @@ class CallCache:
             self._calls.clear()
             self._newest, self._bytes = None, 0
 
+    def after_fork(self) -> None:
+        """Begin anew in a child process: a thread of the parent may have stood inside of a change, with the lock."""
+        self._lock = Lock()
+        self.clear()
+
     def __len__(self) -> int:
         return len(self._calls)
 
 
 PREPARED = CallCache()
+after_fork(PREPARED.after_fork)

@@ -9,7 +9,7 @@ import numpy as np
 
 from lowtri.dispatch.attend import attention, is_traced
 from lowtri.errors import CallError
-from lowtri.masks.array_masks import table
+from lowtri.masks.array_masks import keys, table
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import plain_array
@@ -63,9 +63,9 @@ def scaled_dot_product_attention(
     Args:
         query: (..., L, E).  key: (..., S, E).  value: (..., S, Ev). The leading dimensions broadcast.
         attn_mask: bools, True = attend, or numbers to add to the scores; broadcasts to (..., L, S); or torch's
-            ``causal_upper_left`` or ``causal_lower_right``.
+            ``causal_upper_left`` or ``causal_lower_right``. One of keys alone, (S,) or (B, 1, 1, S), is never widened to all pairs.
         dropout_p: the probability with which a weight is dropped, in training and in evaluation alike.
-        is_causal: query i sees keys 0 .. i, also where L and S differ (upper-left alignment).
+        is_causal: query i sees keys 0 .. i, also where L and S differ (upper-left alignment); of these, those that attn_mask shows.
         scale: factor on the scores; 1 / sqrt(E) by default.
         enable_gqa: dimension -3 is the heads, and neighbouring query heads share a key/value head.
 
@@ -78,8 +78,6 @@ def scaled_dot_product_attention(
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
     """
-    if attn_mask is not None and is_causal:
-        raise _error("attn_mask and is_causal exclude each other, as in torch.")
     if not is_traced():
         query, key, value = (plain_array(*named, _NAME) for named in (("query", query), ("key", key), ("value", value)))
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -109,11 +107,12 @@ def scaled_dot_product_attention(
     lead = (*batch, most) if max(query.ndim, key.ndim, value.ndim) > 2 else ()
     if q.shape[-1] == k.shape[-1] == 0:  # every score is an empty sum
         q, k, scale = _of_zeros(q), _of_zeros(k), 1.0
-    positions = np.arange(nq) if is_causal and nq != nk else None  # torch's is_causal compares indices
     if type(attn_mask).__name__ == "CausalBias" and hasattr(attn_mask, "variant"):  # results of operators have none
+        if is_causal:
+            raise _error("attn_mask is a CausalBias, and is_causal=True another one. Fix: one of them, as in torch.")
         mask, bias, positions = causal(), None, _positions_of(attn_mask, nq, nk)
     else:
-        mask, bias = _mask(attn_mask, is_causal, (*batch, most, nq, nk))
+        mask, bias, positions = _mask(attn_mask, is_causal, (*batch, most, nq, nk))
     output = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, q_positions=positions)
     return output.reshape(*lead, nq, value.shape[-1])
 
@@ -129,10 +128,17 @@ def _positions_of(bias: Any, nq: int, nk: int) -> NDArray[np.int64]:
     return np.arange(nq) + (0 if bias.variant.name == "UPPER_LEFT" else nk - nq)
 
 
-def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask, Any]:
-    """torch's mask as a mask of ours and a bias (B|1, H|1, L|1, S|1).  shape: (..., H, L, S)."""
+def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask, Any, NDArray[np.int64] | None]:
+    """torch's mask as a mask of ours, a bias (B|1, H|1, L|1, S|1), and the positions of queries where they are not the last ones.
+
+    Args:
+        shape: (..., H, L, S).
+    """
+    nq, nk = shape[-2:]
+    triangle = causal() if is_causal else full()
+    indices = np.arange(nq) if is_causal and nq != nk else None  # torch's is_causal compares indices
     if attn_mask is None:
-        return (causal() if is_causal else full()), None
+        return triangle, None, indices
     if not is_traced():
         attn_mask = plain_array("attn_mask", attn_mask, _NAME)
     if not hasattr(attn_mask, "dtype"):
@@ -141,22 +147,32 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask
     if kind != "bool" and "float" not in kind:
         raise _error(f"attn_mask is {kind}, but it takes bools (True = attend) or numbers to add. Fix: attn_mask != 0.")
     padded = (1,) * (len(shape) - len(given_shape)) + given_shape
-    if (
-        len(given_shape) < 2
-        or len(padded) > len(shape)
-        or any(n not in (1, m) for n, m in zip(padded, shape, strict=True))
-    ):
+    if not given_shape or len(padded) > len(shape) or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
         raise _error(f"attn_mask is {given_shape}, which does not broadcast to {shape}.")
     if math.prod(padded[:-3]) > 1:  # leading dimensions are flattened, as those of query are
         padded = (*shape[:-3], *padded[-3:])
         attn_mask = _spread(attn_mask, padded)
     attn_mask = attn_mask.reshape(math.prod(padded[:-3]), *padded[-3:])
     if kind != "bool":
-        return full(), attn_mask
+        return triangle, attn_mask, indices
     if 0 in shape:
-        return full(), None  # there are no pairs
-    wide = _spread(attn_mask, (*attn_mask.shape[:2], *shape[-2:]))
-    return table(wide[0, 0] if wide.shape[:2] == (1, 1) else wide), None
+        return full(), None, None  # there are no pairs
+    rows, heads, of_queries = attn_mask.shape[:3]
+    if heads == of_queries == 1:  # of keys, whatever the query
+        valid = _spread(attn_mask, (rows, 1, 1, nk))[:, 0, 0]
+        of_keys = keys(valid[0] if rows == 1 else valid)
+        return (triangle & of_keys if is_causal else of_keys), None, indices
+    wide = _spread(attn_mask, (rows, heads, nq, nk))
+    if is_causal:  # the rows of a table are the last queries, so the triangle becomes part of it
+        wide = wide & _triangle(wide)
+    return table(wide[0, 0] if rows == heads == 1 else wide), None, None
+
+
+def _triangle(like: Any) -> Any:
+    """Query i sees keys 0 .. i: bools (L, S), an array or a tensor as ``like`` (..., L, S) is."""
+    if isinstance(like, np.ndarray):
+        return np.tri(*like.shape[-2:], dtype=bool)
+    return like.new_ones(like.shape[-2:]).tril()
 
 
 def _broadcast(*fronts: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError
-from lowtri.masks import Mask
+from lowtri.explaining.calling import undisturbed
+from lowtri.masks import Mask, as_mask
+from lowtri.masks import heads as heads_of
 from lowtri.masks.arrays import in_numpy
 from lowtri.ops.arguments import plain_array
 
@@ -27,6 +30,16 @@ class Captured:
     head: int | None = None  # the head to show by default; None: all
     tokens: list[str] | None = None
     output: Floats | None = None  # (H, N, Dv), the module's own, to compare with
+    module: Any = None  # or the module, to call for its own output ...
+    inputs: Floats | None = None  # ... on (N, d) or (1, N, d)
+    name: str = ""  # of the module's class
+    dtype: Any = None  # torch's, in which the module computes
+    visible: NDArray[np.bool_] | None = None  # (H, Nq, Nk), as the module's own mask has it
+    scale: float | None = None  # of the scores; None: 1 / sqrt(D)
+    softcap: float | None = None
+    bias: Floats | None = None  # (H, Nq, Nk)
+    sinks: Floats | None = None  # (H,)
+    notes: tuple[str, ...] = ()
     formulas: dict[str, str] = field(default_factory=lambda: dict.fromkeys("qkv", ""))  # of its own
     sentences: dict[str, str] = field(default_factory=dict)  # of its own
     rows: int = 1  # of the batch that the arrays were one row of
@@ -75,22 +88,33 @@ def capture_module(
     what: Any, inputs: Any, *, position: Any, heads: int, layer: int, mask: Mask | str | None, batch: int | None = None
 ) -> Captured:
     """What a module computes from ``inputs`` on the way into attention."""
-    if all(hasattr(what, name) for name in ("W_q", "W_k", "W_v")):
+    projections = {name: getattr(what, name) for name in ("W_q", "W_k", "W_v") if hasattr(what, name)}
+    for name, part in projections.items():
+        if len(projections) == 3 and not hasattr(part, "weight"):
+            raise CallError(
+                f"explain: {name} of {type(what).__name__} is {type(part).__name__}, expected a linear map with a weight.\n"
+                "Fix: explain((q, k, v), mask=...) with what the module computes from its input."
+            )
+    if len(projections) == 3:
         return _plain_module(what, inputs, position, heads, batch)
     if position is not None or heads != 1:
         raise CallError("explain: position and heads are for a module with W_q, W_k and W_v. Fix: leave them out.")
-    if all(hasattr(what, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
-        return _multi_head(what, inputs, mask, batch)
-    if hasattr(what, "model") and hasattr(what.model, "layers"):
-        return _decoder(what, inputs, layer, mask, batch)
+    if "torch" in sys.modules:
+        from lowtri.nn import Decoder, MultiHeadAttention
+
+        if isinstance(what, MultiHeadAttention):
+            return _multi_head(what, inputs, mask, batch)
+        if isinstance(what, Decoder):
+            return _decoder(what, inputs, layer, mask, batch)
     raise CallError(
         f"explain: {type(what).__name__} has no attention that explain can open.\n"
-        "Fix: pass (q, k, v), a module with W_q, W_k and W_v, a lowtri.nn.MultiHeadAttention, or a lowtri.nn.Decoder."
+        "Fix: pass (q, k, v), a module with W_q, W_k and W_v, a lowtri.nn.MultiHeadAttention, a lowtri.nn.Decoder, or a whole "
+        "model of transformers."
     )
 
 
 def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: int | None) -> Captured:
-    """A module with three maps without bias: nn.MaskedSelfAttention, plain.MaskedSelfAttention, or one's own."""
+    """A module with three linear maps: nn.MaskedSelfAttention, plain.MaskedSelfAttention, or one's own."""
     arrays: dict[str, Floats] = {}
     encoding, rows = _encodings("inputs", inputs, batch)  # (N, d)
     if position is not None:
@@ -103,13 +127,31 @@ def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: in
     width = len(maps["W_q"])
     if encoding.shape[1] != width:
         raise CallError(f"explain: inputs are {encoding.shape}, but the module reads (N, {width}).")
-    if heads < 1 or maps["W_q"].shape[1] % heads:
-        raise CallError(f"explain: {heads} heads do not divide d_model {width}. Fix: a divisor of {width}.")
+    sizes = {w.shape[1] for w in maps.values()}
+    if heads < 1 or any(size % heads for size in sizes):
+        size = min(sizes)
+        raise CallError(f"explain: {heads} heads do not divide d_model {size}. Fix: a divisor of {size}.")
     arrays["encoding"] = encoding
     cut = {name: np.stack(np.split(w, heads, axis=1)) for name, w in maps.items()}  # (H, d, D)
     arrays |= {f"{name}^T": w for name, w in cut.items()}
-    arrays |= {name[-1]: encoding @ w for name, w in cut.items()}  # (H, N, D)
-    return Captured(arrays, mask=getattr(module, "mask", None), formulas={}, rows=rows)
+    formulas = {}
+    for name in "qkv":
+        bias = getattr(getattr(module, f"W_{name}"), "bias", None)
+        if bias is not None:
+            arrays[f"b_{name}"] = np.stack(np.split(_array(bias)[None], heads, axis=1))  # (H, 1, D)
+            formulas[name] = f"encoding W_{name}^T + b_{name}"
+    for name in "qkv":
+        arrays[name] = encoding @ arrays[f"W_{name}^T"] + arrays.get(f"b_{name}", 0)  # (H, N, D)
+    return Captured(
+        arrays,
+        mask=getattr(module, "mask", None),
+        module=module,
+        inputs=encoding[None] if np.ndim(inputs) == 3 else encoding,
+        name=type(module).__name__,
+        dtype=module.W_q.weight.dtype,
+        formulas=formulas,
+        rows=rows,
+    )
 
 
 def _multi_head(module: Any, inputs: Any, mask: Mask | str | None, batch: int | None) -> Captured:
@@ -117,8 +159,9 @@ def _multi_head(module: Any, inputs: Any, mask: Mask | str | None, batch: int | 
     import torch
 
     encoding, rows = _encodings("inputs", inputs, batch)
-    x = torch.as_tensor(encoding).to(module.q_proj.weight)
-    captured = _hooked(module, lambda: module(x[None], mask=mask), mask)
+    mask = _of_row(module.mask if mask is None else mask, batch or 0, rows)
+    x = torch.as_tensor(encoding).to(module.o_proj.weight)
+    captured = _hooked(module, module, lambda: module(x[None], mask=mask), mask)
     captured.rows = rows
     return captured
 
@@ -136,7 +179,8 @@ def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None, bat
     (ids,), rows = _row({"ids": ids}, 1, batch)
     if ids.ndim != 1 or not len(ids) or ids.is_floating_point():
         raise CallError(f"explain: ids are {tuple(ids.shape)} {ids.dtype}, but one sequence is (N,) whole numbers.")
-    captured = _hooked(layers[layer].self_attn, lambda: decoder(ids[None], mask=mask), mask)
+    mask = _of_row(decoder.mask if mask is None else mask, batch or 0, rows)
+    captured = _hooked(layers[layer].self_attn, decoder, lambda: decoder(ids[None], mask=mask), mask)
     captured.arrays = {"embedding": _array(decoder.model.embed_tokens.weight[ids]), **captured.arrays}
     words = f"What the attention of layer {layer} reads: the hidden states of that depth, normalised."
     captured.sentences["encoding"] = words
@@ -144,10 +188,13 @@ def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None, bat
     return captured
 
 
-def _hooked(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Captured:
-    """Run, and record what passes through one MultiHeadAttention with hooks."""
-    import torch
-
+def _hooked(module: Any, whole: Any, run: Callable[[], Any], mask: Mask | str | None) -> Captured:
+    """Run the whole model, and record what passes through one MultiHeadAttention of it with hooks."""
+    if module.qkv_proj is not None:
+        raise CallError(
+            f"explain: {type(module).__name__} has joined projections, so that it has no W_q, W_k and W_v.\n"
+            "Fix: explain before fuse_projections()."
+        )
     seen: dict[str, Any] = {}
     parts = {"q": module.q_proj, "k": module.k_proj, "v": module.v_proj}
     hooks = [
@@ -157,11 +204,18 @@ def _hooked(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Cap
     hooks.append(module.q_proj.register_forward_pre_hook(lambda m, x: seen.update(encoding=x[0])))
     hooks.append(module.o_proj.register_forward_pre_hook(lambda m, x: seen.update(output=x[0])))
     try:
-        with torch.no_grad():
+        with undisturbed(whole):
             run()
     finally:
         for hook in hooks:
             hook.remove()
+
+    missing = [name for name in (*"qkv", "output") if name not in seen]
+    if missing:
+        raise CallError(
+            f"explain: the forward of {type(module).__name__} calls no {', '.join(missing)} projection, so its steps are not known."
+            "\nFix: explain((q, k, v), mask=...)."
+        )
 
     def heads(x: Any) -> Any:
         return x[0].unflatten(1, (-1, module.head_dim)).transpose(0, 1)  # (1, N, H * D) -> (H, N, D)
@@ -185,7 +239,24 @@ def _hooked(module: Any, run: Callable[[], Any], mask: Mask | str | None) -> Cap
 
     own = module.mask if mask is None else mask
     formulas = {name: formula(name) for name in "qkv"}
-    return Captured(arrays, mask=own, output=_array(heads(seen["output"])), formulas=formulas)
+    return Captured(
+        arrays,
+        mask=own,
+        output=_array(heads(seen["output"])),
+        name=type(whole).__name__,
+        dtype=q.dtype,
+        formulas=formulas,
+    )
+
+
+def _of_row(mask: Mask | str, row: int, rows: int) -> Mask:
+    """The mask of one batch row, where it differs between as many rows as there are."""
+    mask = as_mask(mask, "explain: mask")
+    if rows == 1 or mask.batch[:1] != (rows,):
+        return mask
+    if mask.batch[1:] in ((), (1,)):
+        return mask.at(row)
+    return heads_of([mask.at(row, h) for h in range(mask.batch[1])])
 
 
 def _array(x: Any) -> Floats:

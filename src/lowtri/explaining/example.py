@@ -78,7 +78,10 @@ def untrained(
         encodings = rows[[known.index(token) for token in tokens]]  # the same token, the same embedding
         position = _positions(len(tokens), 2 * heads)
     options: dict[str, Any] = {"position": position, "heads": heads, "head": head, "hidden": hidden}
-    return replace(explain(module, encodings, tokens=tokens, mask=mask, **options), note=note)
+    explanation = explain(module, encodings, tokens=tokens, mask=mask, **options)
+    # The module holds the weights; its own forward has one head, however many are shown.
+    steps = tuple(step for step in explanation.steps if step.name != "own output")
+    return replace(explanation, steps=steps, note=note, warning="")
 
 
 def tokens_of(sentence: str) -> tuple[list[str], str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -25,7 +26,15 @@ from lowtri.pictures.labels import display_width, ruled, shortened, spelled_out
 from lowtri.pictures.pages import html_text, image, json_value, output, page
 from lowtri.pictures.svg import BOLD, fill
 
-PAIRS = ("scores", "scaled", "mask", "masked", "weights")  # steps with a row for each query, a column for each key
+PAIRS = (
+    "scores",
+    "scaled",
+    "capped",
+    "bias",
+    "mask",
+    "masked",
+    "weights",
+)  # steps with a row for each query, a column for each key
 _HATCH = "▒"
 _MOST = 12  # rows or columns shown; of more, the first ones and the last
 
@@ -71,6 +80,8 @@ class Explanation:
         visible: (Nq, Nk), or (H, Nq, Nk) with several heads; True = may see.
         steps: every step, a :class:`Step` each.
         note: how the tokens and the weights were chosen.
+        warning: one sentence where a module's own output is not that of the steps, which then end with "own output", or where it
+            could not be had; else empty.
     """
 
     tokens: tuple[str, ...]
@@ -78,6 +89,7 @@ class Explanation:
     visible: NDArray[np.bool_]
     steps: tuple[Step, ...]
     note: str = ""
+    warning: str = ""
 
     def __getitem__(self, name: str) -> Step:
         for step in self.steps:
@@ -95,7 +107,7 @@ class Explanation:
         """Everything as plain lists and numbers. Numbers that JSON lacks become text: "-inf", "inf", "nan"."""
         names = ("name", "formula", "sentence", "shape", "rows", "columns", "value", "unmasked")
         steps = [{name: getattr(step, name) for name in names} for step in self.steps]
-        about = {name: getattr(self, name) for name in ("tokens", "mask", "note", "visible")}
+        about = {name: getattr(self, name) for name in ("warning", "tokens", "mask", "note", "visible")}
         values: dict[str, Any] = json_value({**about, "steps": steps})
         return values
 
@@ -183,7 +195,8 @@ def as_text(explained: Explanation, *, width: int = 100, colour: bool = False) -
         return f"\x1b[{code}m{words}\x1b[0m" if colour else words
 
     bold, dim = 1, 2
-    lines = [styled(bold, f"mask {spelled_out(explained.mask)}"), *([explained.note] if explained.note else [])]
+    lines = [styled(bold, spelled_out(explained.warning))] if explained.warning else []
+    lines += [styled(bold, f"mask {spelled_out(explained.mask)}"), *([explained.note] if explained.note else [])]
     lines.append(f"{_HATCH} hidden by the mask: its weight is exactly 0. A plain 0.0000 is visible and counts.")
     for step in explained.steps:
         formula = f" = {step.formula}" if step.formula else ""
@@ -275,6 +288,8 @@ _HUES = {"q": " q", "W_q^T": " q", "k": " k", "W_k^T": " k", "v": " v", "W_v^T":
 
 
 def _parts(explained: Explanation, picture: str) -> Iterator[str]:
+    if explained.warning:
+        yield f'<p class="warning"><strong>{html_text(explained.warning)}</strong></p>'
     note = f'<p class="note">{html_text(explained.note, keep=chr(10))}</p>' if explained.note else ""
     yield f"<h1>Masked attention, step by step</h1><p>mask <code>{html_text(explained.mask)}</code></p>{note}"
     yield f'<section class="figure">{picture}</section>'
@@ -338,8 +353,9 @@ def as_svg(explained: Explanation) -> str:
     panels[0] = panels[0]._replace(heading=title)
     looks = shades("visible")
     legend = [looks[i]._replace(meaning=f"weight {i / 16:g}") for i in (16, 8, 0)]
-    note = "colour: the size of a number beside the greatest of its matrix"
-    return picture(title, panels, [*legend, looks[17]], [note])
+    notes = [*textwrap.wrap(spelled_out(explained.warning), 90)]
+    notes.append("colour: the size of a number beside the greatest of its matrix")
+    return picture(title, panels, [*legend, looks[17]], notes)
 
 
 def _grid(explained: Explanation, step: Step, operator: str, few: bool) -> Grid:

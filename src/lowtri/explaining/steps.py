@@ -14,9 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.backends.reference import Steps, attend
+from lowtri.compat.transformers_private import model_inside
 from lowtri.errors import CallError, MaskError
+from lowtri.explaining.agreement import compare
 from lowtri.explaining.capture import Captured, capture_arrays, capture_module, capture_scores
 from lowtri.explaining.explanation import PAIRS, Explanation, Step, number
+from lowtri.explaining.models import capture_model
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
 
@@ -31,15 +34,18 @@ _TEXTS = {
     "k": ("encoding W_k^T", "What each token answers to."),
     "v": ("encoding W_v^T", "What each token hands on when it is looked at."),
     "scores": ("q k^T", "The dot product of each query (row) with each key (column)."),
-    "scaled": ("scores / sqrt({size})", "Scaled so that a wider head does not make larger scores."),
+    "scaled": ("{scaled}", "Scaled so that a wider head does not make larger scores."),
+    "capped": ("{softcap} tanh(scaled / {softcap})", "Kept between -{softcap} and {softcap}: the layer's softcap."),
+    "bias": ("", "Added to the scores by the layer: a number for each pair."),
     "mask": ("", "Who may see whom: a row for each query, a column for each key."),
-    "masked": ("scaled where visible, else {hidden}", "What the mask hides gets the weight 0."),
+    "masked": ("{last} where visible, else {hidden}", "What the mask hides gets the weight 0."),
     "weights": (
-        "softmax(masked) along the row",
+        "softmax(masked{sink}) along the row",
         "How much each token looks at each: a row sums to 1 over what it sees.",
     ),
     "output": ("weights v", "What each token takes away: the values it looked at, in these proportions."),
     "joined": ("heads side by side", "The heads' outputs, one after the other in each row."),
+    "own output": ("", "What the module itself returned for these inputs; it is not the output above."),
 }
 for _name in ("queries", "keys", "values"):
     _weight = f"The weight of the map to {_name}, transposed: a row for each number of the encoding."
@@ -70,23 +76,40 @@ def explain(
     >>> steps["weights"].value.tolist(), steps["weights"].unmasked.tolist()
     ([[1.0, 0.0], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]])
 
+    Of a model of transformers, on lowtri's attention or on its own, the steps are those of one head in one layer: q, k and v as its
+    attention receives them, after projections, norms and rotary embedding, under the mask that this layer has. They are read in one
+    forward, in eval mode and without a cache, and nothing of the model is changed.
+
+    >>> import torch, transformers
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    >>> config = transformers.MistralConfig(vocab_size=99, num_key_value_heads=2, sliding_window=2, **sizes)
+    >>> model = transformers.MistralForCausalLM(config)
+    >>> steps = explain(model, torch.tensor([5, 6, 7]), layer=1, head=3)
+    >>> steps.mask, steps["q"].shape, steps["weights"].value[2].round(1).tolist()
+    ('causal & window(2)', (3, 8), [0.0, 0.5, 0.5])
+
+    A module's own output is compared with that of the steps, which are the textbook's. Where the two differ by more than rounding,
+    ``warning`` says so, and the step ``"own output"`` has what the module gave.
+
     Args:
         what: ``(q, k, v)``, each (N, D), (H, N, D) or (B, H, N, D), NumPy or torch; or a module: one with W_q, W_k and
-            W_v, a ``MultiHeadAttention``, or a ``Decoder``.
-        inputs: the module's input: encodings (N, d_model) or (B, N, d_model), or for a decoder the ids (N,) or (B, N).
+            W_v, a ``MultiHeadAttention``, a ``Decoder``, or a model of transformers other than an encoder-decoder.
+        inputs: the module's input: encodings (N, d_model) or (B, N, d_model), or for a model the ids (N,) or (B, N), or a mapping with
+            the arguments of its forward, such as what a tokenizer returns, with the attention_mask of padding.
         scores: instead of ``what``: scores as softmax takes them, after any scaling, (Nq, Nk), (H, Nq, Nk) or
             (B, H, Nq, Nk). Only mask and softmax are shown, and with ``values`` (Nk, D) also the output.
         tokens: a label for each token; by default their positions or ids.
-        mask: which query may see which key; by default the module's own mask.
+        mask: which query may see which key; by default the module's own mask. A model of transformers must be switched to take one.
         position: (N, d_model) to add to ``inputs``, which are then the embeddings.
         heads: the number of heads into which a module with W_q, W_k and W_v is split.
-        layer: which layer of a decoder.
-        head: show this head only; for a decoder, which always shows one head, the default is the first.
+        layer: which layer of a model.
+        head: show this head only; for a model, which always shows one head, the default is the first.
         batch: which row of a batch; by default the first, and a note says so.
         hidden: how a hidden score is written, -inf or a number like -1e9. Its weight is exactly 0 either way.
 
     Raises:
-        CallError: if the shapes do not fit, or there is no such layer, head or batch row.
+        CallError: if the shapes do not fit, there is no such layer, head or batch row, or a model's attention cannot be read: an
+            encoder-decoder, and attention code that does not ask the attention interface of transformers.
         MaskError: for arrays without a mask, and for a mask with other batch rows than the arrays.
     """
     if scores is not None or values is not None:
@@ -97,6 +120,11 @@ def explain(
         captured = capture_scores(scores, values, batch)
     elif isinstance(what, tuple | list):
         captured = capture_arrays(what, batch)
+    elif (model := model_inside(what)) is not None:
+        if position is not None or heads != 1:
+            raise CallError("explain: position and heads are for a module with W_q, W_k and W_v. Fix: leave them out.")
+        captured = capture_model(model, inputs, layer=layer, head=head, mask=mask, batch=batch)
+        mask, head = None, None  # both are in what was captured
     else:
         captured = capture_module(what, inputs, position=position, heads=heads, layer=layer, mask=mask, batch=batch)
     allowed = as_mask(captured.mask if mask is None else mask, "explain: mask")
@@ -106,37 +134,30 @@ def explain(
             f"explain: {nq:,} queries and {nk:,} keys in {count} head{'s' * (count > 1)} have {count * nq * nk:,} pairs, "
             f"more than {_MOST_PAIRS:,} that fit on a page. Fix: fewer tokens."
         )
-    steps = _every_head(captured.arrays, count)
-    visible = _visible(allowed, captured, batch or 0)
+    given = _every_head(captured.arrays, count)
+    visible = _visible(allowed, captured, batch or 0) if captured.visible is None else captured.visible
     head = captured.head if head is None else head
     if head is not None:
         if not 0 <= head < count:
             raise CallError(f"explain: there is no head {head} among {count}. Fix: head from 0 to {count - 1}.")
-        steps = {name: value[head : head + 1] if value.ndim == 3 else value for name, value in steps.items()}
+        given = {name: value[head : head + 1] if value.ndim == 3 else value for name, value in given.items()}
         visible = visible[head : head + 1]
 
-    masked_result, unmasked_result = _attend(steps, visible), _attend(steps, visible | True)
-    if "q" in steps:
-        steps |= {"scores": masked_result.scores[0], "scaled": masked_result.scaled[0]}
-    last = steps["scaled" if "q" in steps else "scores"]
-    steps |= {
-        "mask": visible,
-        "masked": np.where(visible, last, hidden),
-        "weights": masked_result.weights[0],
-    }  # (H, Nq, Nk)
-    unmasked = {"masked": last, "weights": unmasked_result.weights[0], "output": unmasked_result.output[0]}
-    if "v" in steps:
-        steps["v"] = steps.pop("v") if "q" not in steps else steps["v"]  # of given scores, the values come last
-        steps["output"] = masked_result.output[0]  # (H, Nq, Dv)
-        if len(visible) > 1:
-            steps["joined"] = np.concatenate(list(masked_result.output[0]), axis=-1)  # (Nq, H Dv)
+    result = _attend(given, visible, captured)
+    everything = _attend(given, visible | True, captured)
+    steps, unmasked = _steps(given, visible, result, everything, captured.bias, hidden)
+    agreement = compare(captured, result, visible, head)
+    if agreement.own is not None:
+        steps["own output"] = agreement.own  # (H, Nq, Dv)
 
     labels = _labels(captured.tokens if tokens is None else tokens, nk)
     steps = {"tokens": np.arange(nk)[:, None], **steps}
-    words = {"hidden": number(hidden), "sum": "embedding + position" * ("position" in steps)}
-    words["size"] = str(steps["q"].shape[-1]) if "q" in steps else ""
-    formulas = {name: formula for name, (formula, _) in _TEXTS.items()} | captured.formulas
-    sentences = {name: sentence for name, (_, sentence) in _TEXTS.items()} | captured.sentences
+    words = {"hidden": number(hidden), "sum": "embedding + position" if "position" in steps else ""}
+    words |= _words(captured, result, steps)
+    texts = dict(_TEXTS)
+    for name in {*captured.formulas, *captured.sentences}:
+        formula, sentence = texts.get(name, ("", ""))
+        texts[name] = (captured.formulas.get(name, formula), captured.sentences.get(name, sentence))
     shown = []
     for name, value in steps.items():
         if name.startswith("W_"):  # a row for each number of the encoding
@@ -145,24 +166,67 @@ def explain(
             rows = ("bias",) if name.startswith("b_") else labels[nk - value.shape[-2] :]
         columns = labels if name in PAIRS else ("position",) if name == "tokens" else _numbered(value.shape[-1])
         without = _alone(unmasked[name]) if name in unmasked else None
-        shown.append(Step(name, formulas[name].format(**words), sentences[name], _alone(value), rows, columns, without))
+        formula, sentence = (text.format(**words) for text in texts[name])
+        shown.append(Step(name, formula, sentence, _alone(value), rows, columns, without))
     notes = [f"Batch row {batch or 0} of {captured.rows}."] if captured.rows > 1 else []
-    if captured.output is not None:
-        own = captured.output if head is None else captured.output[head : head + 1]  # (H, Nq, Dv)
-        difference = abs(own - steps["output"]).max()
-        notes.append(f"Computed anew in float64; the model's own output differs by {difference:.0e}.")
-    return Explanation(labels, repr(allowed), _alone(visible), tuple(shown), " ".join(notes))
+    notes += [*captured.notes, *([agreement.note] if agreement.note else [])]
+    return Explanation(labels, repr(allowed), _alone(visible), tuple(shown), " ".join(notes), agreement.warning)
 
 
-def _attend(steps: dict[str, NDArray[Any]], visible: NDArray[np.bool_]) -> Steps:
+def _attend(given: dict[str, NDArray[Any]], visible: NDArray[np.bool_], captured: Captured) -> Steps:
     """The definition, from q, k and v, or from the scores."""
-    if "q" in steps:
-        q, k, v = (steps[name][None] for name in "qkv")  # (1, H, Nq, D), (1, H, Nk, D), (1, H, Nk, Dv)
-        return attend(q, k, v, visible[None], scale=q.shape[-1] ** -0.5)
-    scores = steps["scores"][None]  # (1, H, Nq, Nk)
+    if "q" in given:
+        q, k, v = (given[name][None] for name in "qkv")  # (1, H, Nq, D), (1, H, Nk, D), (1, H, Nk, Dv)
+        scale = q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
+        bias = None if captured.bias is None else captured.bias[None]
+        return attend(q, k, v, visible[None], scale=scale, softcap=captured.softcap, bias=bias, sinks=captured.sinks)
+    scores = given["scores"][None]  # (1, H, Nq, Nk)
     _, count, nq, nk = scores.shape
-    v = steps["v"][None] if "v" in steps else np.zeros((1, count, nk, 0))
+    v = given["v"][None] if "v" in given else np.zeros((1, count, nk, 0))
     return attend(np.zeros((1, count, nq, 1)), np.zeros((1, count, nk, 1)), v, visible[None], scale=1.0, bias=scores)
+
+
+def _steps(
+    given: dict[str, NDArray[Any]],
+    visible: NDArray[np.bool_],
+    result: Steps,
+    without_mask: Steps,
+    bias: NDArray[np.float64] | None,
+    hidden: float,
+) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+    """Every step in order, (H, rows, columns) or (rows, columns), and some of them without the mask."""
+    steps = dict(given)
+    values = steps.pop("v") if "v" in given and "q" not in given else None  # of given scores, they come last
+    if "q" in given:
+        steps |= {"scores": result.scores[0], "scaled": result.scaled[0]}
+        if result.softcap is not None:
+            steps["capped"] = result.capped[0]
+        if bias is not None:
+            steps["bias"] = bias
+    last = without_mask.masked[0]
+    steps |= {"mask": visible, "masked": np.where(visible, last, hidden), "weights": result.weights[0]}  # (H, Nq, Nk)
+    unmasked = {"masked": last, "weights": without_mask.weights[0], "output": without_mask.output[0]}
+    if values is not None:
+        steps["v"] = values
+    if "v" in given:
+        steps["output"] = result.output[0]  # (H, Nq, Dv)
+        if len(visible) > 1:
+            steps["joined"] = np.concatenate(list(result.output[0]), axis=-1)  # (Nq, H Dv)
+    return steps, unmasked
+
+
+def _words(captured: Captured, result: Steps, steps: dict[str, NDArray[Any]]) -> dict[str, str]:
+    """What the formulas of the steps name: the scale, the softcap and the sink of this attention."""
+    root = 1 / result.scale**2 if result.scale > 0 else 0.0
+    by_root = abs(root - round(root)) < 1e-6 * root
+    words = {"scaled": f"scores / sqrt({round(root)})" if by_root else f"{result.scale:.6g} scores"}
+    last = "capped" if "capped" in steps else "scaled"
+    words["last"] = f"{last} + bias" if "bias" in steps else last
+    words["softcap"] = "" if captured.softcap is None else f"{captured.softcap:g}"
+    words["sink"] = (
+        "" if captured.sinks is None else f" and a sink of {float(captured.sinks[0]):.4f}, which has no value"
+    )
+    return words
 
 
 def _every_head(arrays: dict[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:

@@ -6,6 +6,8 @@ values (:class:`Layer`). Eviction calls ``mask.tile``, so it works for any mask.
 
 from __future__ import annotations
 
+import math
+import operator
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -20,12 +22,14 @@ from lowtri.generation.slots import LookaheadCheck, SlotAllocator, Slots, ends_o
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.label_masks import with_open_end
+from lowtri.masks.tile import MAX_POSITIONS, shown
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
 from lowtri.pictures.pages import card
 from lowtri.pictures.svg import HIDDEN, fill
 
+_FIXES = {"capacity": "0, which grows as needed.", "block": "64.", "rewind": "the length of a draft."}
 _ROWS = 8  # rows of a batch that are drawn; the rest is counted
 _FREED, _HELD, _STAYS = 1, 2, 3
 _LOOKS = (
@@ -76,12 +80,12 @@ class KVCache:
         rewind: int = 0,
         allow_missing: bool = False,
     ) -> None:
-        for name, value, least in (("capacity", capacity, 0), ("block", block, 1), ("rewind", rewind, 0)):
-            if not hasattr(value, "__index__") or value < least:
-                raise CallError(f"KVCache: {name} is {value!r}; it counts tokens, from {least}.")
+        slots = _token_count("capacity", capacity, 0, MAX_POSITIONS)
+        interval = _token_count("block", block, 1, MAX_POSITIONS)
+        kept_longer = _token_count("rewind", rewind, 0, POSITION_MAX)
         self.mask = with_open_end("KVCache", as_mask(mask))
         lookahead = None if allow_missing else LookaheadCheck(self.mask)
-        self._slots = SlotAllocator(self.mask, int(capacity), int(block), int(rewind), lookahead)
+        self._slots = SlotAllocator(self.mask, slots, interval, kept_longer, lookahead)
         self._layers: dict[int, Layer] = {}
 
     @property
@@ -273,8 +277,8 @@ class KVCache:
 
         Source: positions counted within the cache, as in StreamingLLM (Xiao et al. 2023).
         """
-        if keep < 0:
-            raise CallError(f"shift: keep is {keep}; it counts positions, from 0.")
+        if not 0 <= keep <= POSITION_MAX:
+            raise CallError(f"shift: keep is {shown(keep)}; it counts positions, from 0 to 2**62.")
         self._check_complete("shift")
         moved = self._slots.shift(keep)
         if turn is None or not moved.any():
@@ -354,15 +358,15 @@ class KVCache:
         slots = self._slots
         n = int(slots.next.max())
         step = max(1, -(-n // MAX_CELLS))
-        states = np.zeros((min(len(slots.positions), _ROWS), -(-n // step) * step), np.int8)
+        states = np.zeros((min(len(slots.positions), _ROWS), -(-n // step)), np.int8)
         for b, row in enumerate(states):
             positions = slots.positions[b, : slots.top]
             positions = positions[positions >= 0]
             masks = row_masks(self.mask, b, len(slots.positions))  # asked about all later queries
             answers = np.stack([m.tile(int(slots.next[b]), POSITION_MAX, positions, positions + 1) for m in masks])
             held = np.where((answers == FULL).all(0), _STAYS, _HELD)
-            row[positions] = np.where((answers == EMPTY).all(0), _FREED, held)
-        return states.reshape(len(states), -1, step).max(2), step
+            np.maximum.at(row, positions // step, np.where((answers == EMPTY).all(0), _FREED, held).astype(np.int8))
+        return states, step
 
 
 class Layer:
@@ -407,6 +411,20 @@ class Layer:
         return self.keys.narrow(-2, 0, n), self.values.narrow(-2, 0, n)
 
 
+def _token_count(name: str, value: Any, least: int, most: int) -> int:
+    """An argument of the cache, as a Python int."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if not least <= count <= most:
+        raise CallError(
+            f"KVCache: {name} is {shown(value)}; it counts tokens, from {least} to 2**{most.bit_length() - 1}."
+            f"\nFix: {name}={_FIXES[name]}"
+        )
+    return count
+
+
 def check_new(k: Any, v: Any, mask: Mask) -> None:
     """Raise unless a layer can begin with these keys and values: their shapes fit together and the mask."""
     if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
@@ -434,12 +452,19 @@ def _kind(x: Any) -> tuple[Any, ...]:
 
 def _empty(like: Any, capacity: int) -> Any:
     shape = (*like.shape[:-2], capacity, like.shape[-1])
-    if isinstance(like, np.ndarray):
-        return np.zeros(shape, like.dtype)
-    import torch
+    try:
+        if isinstance(like, np.ndarray):
+            return np.zeros(shape, like.dtype)
+        import torch
 
-    with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)  # free slots are returned, too
+        with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)  # free slots are returned, too
+    except (MemoryError, ValueError, RuntimeError) as error:  # RuntimeError is torch's
+        size = math.prod(shape) * like.dtype.itemsize / 2**30
+        raise CallError(
+            f"KVCache: {capacity:,} slots in keys or values {shape} take {size:,.0f} GiB, which could not be allocated.\n"
+            "Fix: a mask that hides old keys, a smaller capacity= or block=, or fewer rows."
+        ) from error
 
 
 def _rows(buffer: Any, rows: NDArray[np.int64]) -> Any:

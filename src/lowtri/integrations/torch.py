@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` on lowtri's engines, in every module that uses it; and the ``Attend`` of x-transformers.
+"""``nn.MultiheadAttention`` on lowtri's engines, in every module that uses it.
 
     from lowtri.integrations.torch import switch
 
@@ -6,8 +6,7 @@
     switch(model, back=True)  # as it was
 
 Weights, names of parameters and checkpoints stay as they are. torch's fused inference kernels, which compute whole encoder layers, are
-off in a switched module. :mod:`~lowtri.integrations.x_transformers` computes the attention of ``Attend``. torch's meanings of arguments
-stay, too; this file translates them:
+off in a switched module. torch's meanings of arguments stay, too; this file translates them:
 
     attn_mask           (L, S) or (B * H, L, S). Bools: True hides. Floats are added to the scores, and -inf hides
     key_padding_mask    (B, S), or (S,) without a batch: the same two kinds
@@ -31,7 +30,6 @@ from torch import Tensor, nn
 from lowtri.backends import BACKENDS
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError, EngineError
-from lowtri.integrations import x_transformers
 from lowtri.integrations.dense_mask import join, read_table, top_left_positions
 from lowtri.integrations.replaced_class import Replaced, replace_forward, restore_forward
 from lowtri.masks.formulas import causal, full
@@ -84,19 +82,18 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
     if back:
         _switch_back(parts, switched)
         return module
-    parts_of_kind = [(part, kind) for part in parts if part not in switched and (kind := _replacement(type(part)))]
-    closed = {reason for part, _ in parts_of_kind if (reason := _why_not(part))}
-    closed |= x_transformers.needs_similarities(parts)
-    if closed or not (parts_of_kind or switched):
+    attentions = [part for part in parts if isinstance(part, nn.MultiheadAttention) and part not in switched]
+    closed = {reason for part in attentions if (reason := _why_not(part))}
+    if closed or not (attentions or switched):
         reason = "; ".join(sorted(closed)) or f"{type(module).__name__} contains no nn.MultiheadAttention"
         raise EngineError(
             f"switch: {reason}.\nFix: leave this model to torch. For a model of transformers: lowtri.integrations.transformers.switch."
         )
-    for part, kind in parts_of_kind:
-        replace_forward(part, kind)
+    for part in attentions:
+        replace_forward(part, _Multihead)
         # An encoder layer whose parts have hooks calls them, instead of torch's fused kernel.
         part.lowtri_hook = part.register_forward_pre_hook(_unchanged)
-    for part in (*switched, *(part for part, _ in parts_of_kind)):
+    for part in (*switched, *attentions):
         part.lowtri_engine = engine
     for part in _encoders(parts):
         if not hasattr(part, "lowtri_nested"):
@@ -126,18 +123,9 @@ def _unchanged(module: nn.Module, arguments: Any) -> None:
 
 def _why_not(part: nn.Module) -> str | None:
     """Why a module cannot be switched, or None."""
-    if not isinstance(part, nn.MultiheadAttention):
-        return x_transformers.why_not(part)
     if type(part).forward is not nn.MultiheadAttention.forward:
         return f"{type(part).__name__} has a forward of its own, which may compute something else"
     return None
-
-
-def _replacement(kind: type[nn.Module]) -> type[Replaced] | None:
-    """What replaces the forward of a class; None where nothing does."""
-    if issubclass(kind, nn.MultiheadAttention):
-        return _Multihead
-    return _Attend if x_transformers.is_attend(kind) else None
 
 
 class _Multihead(Replaced):
@@ -162,14 +150,6 @@ class _Multihead(Replaced):
         if weights is not None and average_attn_weights:
             weights = weights.mean(-3)
         return output, weights
-
-
-class _Attend(Replaced):
-    lowtri_engine: str
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
-        """As of the ``Attend`` of x-transformers, on lowtri's engines."""
-        return x_transformers.attend(self, q, k, v, **options, engine=self.lowtri_engine)
 
 
 # The attention of a module: its projections, its masks, its options.

@@ -6,7 +6,6 @@ library        the compiled kernels, in a shared library
 target         this CPU: its features, its instruction set, which spec reads which arrays
 threads        running a kernel on a team of threads
 abi            the record that a launch writes and a kernel reads, and the scratch memory of each kernel
-token_rows     passes over the rows of a few tokens, for layers beside attention
 
 The files above need no compiler: a call is prepared with them alone. Those below are compiled, by tools/build_kernels.py.
 

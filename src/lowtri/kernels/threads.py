@@ -8,7 +8,6 @@ torch operation, and other threads would have to share cores with them. An inter
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -17,18 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.kernels.library import Code
+from lowtri.system import after_fork
 
 _forked = False
+_team_has_run = False
 
 
-def _after_fork() -> None:
-    # An OpenMP team does not survive a fork (torch's own operations hang there, too): a child process uses one thread.
+def _one_thread_after_fork() -> None:
+    # An OpenMP team does not survive a fork: a child process that needs it waits for ever. So kernels run on one thread there, and,
+    # where a kernel has started torch's team, torch's own operations, too.
     global _forked
     _forked = True
+    if _team_has_run:
+        sys.modules["torch"].set_num_threads(1)
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_one_thread_after_fork)
 
 
 @cache
@@ -54,11 +57,13 @@ def openmp_team() -> tuple[str, Any] | None:
 
 def run_team(code: Code, record: int, threads: int) -> None:
     """Call the code on ``threads`` threads, each with the record's address; returns when all are done."""
+    global _team_has_run
     if threads <= 1 or _forked:
         code.call(record)
         return
     team = openmp_team() if "torch" in sys.modules else None
     if team is not None:
+        _team_has_run = True
         team[1](code.address, record, threads, 0)
         return
     _python_team(code.call, record, threads)

@@ -68,7 +68,7 @@ def example() -> dict[str, Any]:
 def _forms() -> dict[str, Any]:
     import torch
 
-    from lowtri.benching.machine import cpu_name
+    from lowtri.system import cpu_name
 
     measured, difference = times()
     return {
@@ -92,7 +92,7 @@ def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], floa
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from lowtri.benching.timing import in_turns, seconds_of
+    from lowtri.benching import in_turns, seconds_of
     from lowtri.dispatch.attend import attention
 
     generator = torch.Generator().manual_seed(0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -110,11 +111,13 @@ class Table(Mask):
     depends_on_query = False  # a table of more rows than columns counts its rows from 0
 
     @cached_property
-    def _sums(self) -> NDArray[np.int64]:
+    def _sums(self) -> NDArray[np.integer[Any]]:
         """How many pairs are visible above and to the left of each corner of the table."""
         nq, nk = self.table.array.shape
-        sums = np.zeros((nq + 1, nk + 1), np.int64)
-        np.cumsum(np.cumsum(self.table.array, axis=0, dtype=np.int64), axis=1, out=sums[1:, 1:])
+        sums = np.zeros((nq + 1, nk + 1), np.uint32 if nq * nk < 2**32 else np.int64)
+        np.cumsum(self.table.array, axis=1, dtype=sums.dtype, out=sums[1:, 1:])
+        for above, row in pairwise(sums):  # NumPy's own sum over the rows reads column by column
+            row += above
         return sums
 
     @property
@@ -135,7 +138,7 @@ class Table(Mask):
                 f"but the call has queries {max(np.min(q), 0)} .. {np.max(q)} and keys {max(np.min(k), 0)} .. {np.max(k)}.\n"
                 "Fix: a larger table, or q_positions= and k_positions= that lie inside it."
             )
-        return self.table.array[within(rows, nq), within(k, nk)]
+        return _pairs(self.table.array, within(rows, nq), within(k, nk))
 
     def _of_tile(self, q: Interval, k: Interval) -> Truth:
         nq, nk = self.table.array.shape
@@ -144,8 +147,22 @@ class Table(Mask):
         inside = (rows.low == q.low) & (rows.high == q.high) & (columns.low == k.low) & (columns.high == k.high)
         (top, bottom), (left, right) = (rows.low, rows.high + 1), (columns.low, columns.high + 1)
         sums = self._sums
-        visible = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
+        visible = (sums[bottom, right] - sums[top, right]) - (
+            sums[bottom, left] - sums[top, left]
+        )  # neither is below 0
         return Truth(inside & (visible == (bottom - top) * (right - left)), (inside ^ True) | (visible > 0))
+
+
+def _pairs(table: NDArray[np.bool_], rows: Any, columns: Any) -> Any:
+    """``table[rows, columns]``; rows (n, 1) and columns (1, m) that follow one another are a view, which takes no time."""
+    if np.ndim(rows) == np.ndim(columns) == 2 and rows.shape[1] == columns.shape[0] == 1 and rows.size and columns.size:
+        n, m = len(rows), columns.shape[1]
+        top, left = int(rows[0, 0]), int(columns[0, 0])
+        if np.array_equal(rows[:, 0], np.arange(top, top + n)) and np.array_equal(
+            columns[0], np.arange(left, left + m)
+        ):
+            return table[top : top + n, left : left + m]
+    return table[rows, columns]
 
 
 @constructor(in_text=False)

@@ -143,7 +143,10 @@ class FrozenArray:
     @cached_property
     def digest(self) -> str:
         kind = f"{self.array.dtype.str}{self.array.shape}".encode()
-        return hashlib.sha256(kind + self.array.tobytes()).hexdigest()
+        content = (
+            np.packbits(self.array) if self.array.dtype == bool else self.array
+        )  # packing takes less time than hashing
+        return hashlib.sha256(kind + content.tobytes()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FrozenArray) and self.digest == other.digest

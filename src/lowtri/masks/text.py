@@ -39,9 +39,10 @@ _MAX_TOKEN = 40  # characters of a name or a number
 _MAX_TOKENS = 4096  # so that any text is read or rejected within a few hundredths of a second
 
 _TOKEN = re.compile(r"""\s*(\d[\w.]*|\w+|'[^']*'|"[^"]*"|\S|$)""")
-# A list of numbers or of bools is read at once: it may hold the lengths of 10,000 documents.
-_NUMBERS = re.compile(r"\[\s*(-?[0-9]{1,40}(?:\s*,\s*-?[0-9]{1,40})*)\s*,?\s*\]")
-_BOOLS = re.compile(r"\[\s*((?:True|False)(?:\s*,\s*(?:True|False))*)\s*,?\s*\]")
+# A list of numbers or of bools is read at once: it may hold the lengths of 10,000 documents. No pattern has two ways to match the same
+# characters, so that each reads a text in linear time.
+_LIST = re.compile(r"\[([-\s0-9,TrueFals]*)\]")
+_NUMBER = re.compile(rf"-?[0-9]{{1,{_MAX_TOKEN}}}")
 
 
 def mask(text: str | Mask) -> Mask:
@@ -267,11 +268,9 @@ class _Reader:
     def operand(self, depth: int) -> Any:
         start = self.start
         if self.token == "[":
-            for pattern, convert in ((_NUMBERS, int), (_BOOLS, _bool)):
-                if match := pattern.match(self.text, start):
-                    self.end = match.end()
-                    self._scan(self.end)
-                    return [convert(entry) for entry in match.group(1).split(",")]
+            values = self.plain_list(start)
+            if values is not None:
+                return values
         if not self.token or self.token in ")]&|=,":
             raise self.unexpected("a mask or a number" if self.open else "a mask")
         token = self.take()
@@ -295,6 +294,25 @@ class _Reader:
         if not (token[:1].isalpha() or token[:1] == "_"):
             raise self.unreadable(f"{shown(self.text[start:], 30)} at character {start + 1} is not a mask", _FIX)
         return self.named(token, start, depth)
+
+    def plain_list(self, start: int) -> list[int] | list[bool] | None:
+        """A list of whole numbers alone, or of bools alone; None for any other, of which nothing is read."""
+        match = _LIST.match(self.text, start)
+        if match is None:
+            return None
+        entries = [entry.strip() for entry in match.group(1).split(",")]
+        if len(entries) > 1 and not entries[-1]:  # a comma at the end
+            entries.pop()
+        values: list[int] | list[bool]
+        if all([_NUMBER.fullmatch(entry) for entry in entries]):
+            values = [int(entry) for entry in entries]
+        elif all([entry in ("True", "False") for entry in entries]):
+            values = [entry == "True" for entry in entries]
+        else:
+            return None
+        self.end = match.end()
+        self._scan(self.end)
+        return values
 
     def entries(self, bracket: str, start: int, depth: int) -> Any:
         """The content of brackets: a list; but one value in parentheses is the value itself."""
@@ -379,10 +397,6 @@ class _Reader:
 
     def unreadable(self, why: str, fix: str) -> MaskError:
         return MaskError(f"mask: {shown(self.text)} cannot be read: {why}. {fix}")
-
-
-def _bool(word: str) -> bool:
-    return word.strip() == "True"
 
 
 def _number(token: str) -> int:

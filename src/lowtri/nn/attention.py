@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
-from lowtri.nn.config import DecoderConfig, GPT2Config, head_size
+from lowtri.nn.config import DecoderConfig, GPT2Config, check_size, head_size
 from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
-from lowtri.nn.quantized import fuse_linears
 
 
 class Cache(Protocol):
@@ -68,8 +67,7 @@ class MaskedSelfAttention(nn.Module):
 
     def __init__(self, d_model: int, mask: Mask | str = "causal") -> None:
         super().__init__()
-        if d_model < 1:
-            raise CallError(f"MaskedSelfAttention: d_model is {d_model}; expected at least 1.")
+        check_size("MaskedSelfAttention", "d_model", d_model)
         self.mask = as_mask(mask)
         # Created in this order, so that a seed gives the same weights as in the common tutorials.
         self.W_q = nn.Linear(d_model, d_model, bias=False)
@@ -395,3 +393,14 @@ class _SwiGLU(nn.Module):
         if self.gate_up_proj is None:
             self.gate_up_proj = fuse_linears(self.gate_proj, self.up_proj)
             del self.gate_proj, self.up_proj
+
+
+def fuse_linears(*layers: nn.Linear) -> nn.Linear:
+    """One layer whose outputs are those of the layers, one after the other; it has no gradients."""
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    weight = torch.cat([layer.weight.detach() for layer in layers])  # (sum of out, in)
+    result = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    result.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        result.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
+    return result

@@ -15,24 +15,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lowtri.errors import CallError, DataError
+from lowtri.errors import CallError
 from lowtri.generation.cache import KVCache
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.nn.attention import Body
 from lowtri.nn.config import DecoderConfig, check_not_set
-from lowtri.nn.files import load_tokenizer
-from lowtri.nn.names import as_dtype, folder_of, read_checkpoint
-from lowtri.nn.quantized import quantize
+from lowtri.nn.folders import load_folder, save_folder
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from lowtri.nn.attention import Cache
 
 _FIXES = {
-    "config": "Decoder(config), or from_pretrained(path, mask=...)",
-    "mask": "from_pretrained(path, mask=...), or mask= in the call or in make_cache()",
+    "config": "Decoder(config), or Decoder.load(folder, mask=...)",
+    "mask": "Decoder.load(folder, mask=...), or mask= in the call or in make_cache()",
 }
 
 
@@ -62,8 +58,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokenizer: Tokenizer | None = None  # set by from_pretrained
-        self.weights: str | None = None  # set by quantize
+        self.tokenizer: Any = None  # of prompts given as text, for lowtri.generate
         self.mask = as_mask(config.mask)
         self.model = Body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -117,78 +112,38 @@ class Decoder(nn.Module):
         x = self.model(ids, mask, positions, cache, attend)  # (B, N, hidden)
         return self.lm_head(x[:, -logits_to_keep:])
 
-    @classmethod
-    def from_pretrained(
-        cls, path: str | Path, *, dtype: torch.dtype | str | None = None, mask: Mask | str | None = None
-    ) -> Decoder:
-        """Load a checkpoint folder in transformers' format (Llama, Mistral, Qwen2, Qwen3, SmolLM, GPT-2), a GGUF file, a model
-        of the Hugging Face hub (``"org/name"``), or the weights of an installed package (``"smollm2"``).
+    def save(self, folder: str | Path) -> None:
+        """Write config.json (the sizes, and the mask's text) and model.safetensors, each atomically; tied weights once.
 
-        Weights keep their stored dtype; GGUF weights are dequantised to float32 once and kept in the user's cache folder.
-        ``model.tokenizer`` is the checkpoint's tokenizer, or None.
+        A tokenizer is saved beside them by its own library: ``tokenizer.save(f"{folder}/tokenizer.json")``, or ``save_pretrained``.
+
+        Args:
+            folder: created if it is missing.
+
+        Raises:
+            DataError: if a file cannot be written.
+        """
+        save_folder(folder, self.config, self.state_dict())
+
+    @classmethod
+    def load(cls, folder: str | Path, *, mask: Mask | str | None = None) -> Decoder:
+        """A model from a folder that :meth:`save` wrote, in evaluation mode, with weights in the dtype in which they were saved.
 
         >>> import tempfile
-        >>> from lowtri.nn.checkpoint import save
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(Decoder(DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)), folder)
-        ...     model = Decoder.from_pretrained(folder, dtype="bfloat16", mask="causal & window(64)")
-        >>> model.lm_head.weight.dtype, model.mask
-        (torch.bfloat16, causal & window(64))
+        ...     Decoder(DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)).save(folder)
+        ...     model = Decoder.load(folder, mask="causal & window(64)")
+        >>> model.config.hidden_size, model.mask
+        (32, causal & window(64))
 
         Args:
-            path: a folder with config.json and model.safetensors (or its shards), a file ``*.gguf``, or a name.
-            dtype: convert the weights to this torch dtype, or its name.
-            mask: replaces the mask that the checkpoint declares.
+            folder: with config.json and model.safetensors.
+            mask: replaces the mask that was saved.
 
         Raises:
-            DataError: if a file is missing or damaged, or describes an unsupported model; the message names the key.
+            DataError: if a file is missing, damaged or of another model; the message names it.
         """
-        wanted = as_dtype(dtype)
-        checkpoint = read_checkpoint(folder_of(path), mask=mask)
-        if not isinstance(checkpoint.config, DecoderConfig):
-            raise DataError(f"{path} holds a RecurrentLM, not a Decoder. Fix: lowtri.nn.checkpoint.load")
-        model = checkpoint.build(cls)
-        model.tokenizer = load_tokenizer(checkpoint.folder)
-        return model if wanted is None else model.to(wanted)
-
-    def quantize(self, weights: str = "int8") -> Decoder:
-        """Store the weights of all linear layers for generating, in place, rounded or not. Embedding and norms stay.
-
-        >>> model = Decoder(DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)).quantize("int8")
-        >>> model(torch.tensor([[3, 1, 4]])).dtype
-        torch.float32
-
-        Afterwards the model runs on the CPU, without gradients, and cannot be saved: save the original. Outputs of a token do not
-        depend on other rows of a batch, and cached decoding equals the full forward up to rounding.
-
-        Args:
-            weights: ``"int8"`` (8-bit weights with a scale per output; on x86 activations of two 7-bit numbers with a scale per token),
-                ``"float16"`` (float16 weights, all else in float32), ``"bf16"`` (weights and inputs of the linear layers), or
-                ``"float32"`` (as loaded; where that is faster, also each weight as the sum of two float16 numbers, exact to
-                2**-22, for few tokens: twice the memory, on x86 alone). Where there are several
-                ways to compute a product, they are timed here, once in a process, for some tenths of a second; so logits of two
-                processes may differ in their last digits.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            CallError: if there is no such kind of weights; a weight is not finite, outside of float16's range (``"float16"``), or
-                not on the CPU; or a linear layer has a forward or hooks of its own. The model is then unchanged.
-        """
-        if self.weights is not None:
-            raise CallError(f"quantize: the weights are {self.weights} already. Fix: load the original again.")
-        quantize(self, weights)
-        self.weights = weights
-        return self
-
-    def train(self, mode: bool = True) -> Decoder:
-        """Set training or evaluation mode; a quantized model raises, since its weights cannot be trained."""
-        if mode and self.weights is not None:
-            raise CallError(
-                f"train: {self.weights} weights cannot be trained. Fix: train the original, and quantize it afterwards."
-            )
-        return super().train(mode)
+        return load_folder(folder, "lowtri_decoder", cls, mask=mask)
 
     def make_cache(
         self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0, allow_missing: bool = False

@@ -5,6 +5,7 @@ It is autoregressive by construction. It has the decoder's interface, so trainin
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.nn.config import RecurrentConfig, check_not_set
+from lowtri.nn.folders import load_folder, save_folder
 
 
 class RecurrentState:
@@ -105,6 +107,32 @@ class RecurrentLM(nn.Module):
     def from_config(cls, config: RecurrentConfig) -> RecurrentLM:
         """A newly initialised model."""
         return cls(**{name: value for name, value in vars(config).items() if name != "mask"})
+
+    def save(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors, each atomically; tied weights once. A tokenizer is saved by its own library.
+
+        Args:
+            folder: created if it is missing.
+
+        Raises:
+            DataError: if a file cannot be written.
+        """
+        save_folder(folder, self.config, self.state_dict())
+
+    @classmethod
+    def load(cls, folder: str | Path) -> RecurrentLM:
+        """A model from a folder that :meth:`save` wrote, in evaluation mode, with weights in the dtype in which they were saved.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     RecurrentLM(50, 32, cell="gru").save(folder)
+        ...     RecurrentLM.load(folder).config.cell
+        'gru'
+
+        Raises:
+            DataError: if a file is missing, damaged or of another model; the message names it.
+        """
+        return load_folder(folder, "lowtri_recurrent", cls.from_config)
 
     def make_cache(self, batch_size: int = 1, *, mask: Mask | str | None = None, capacity: int = 0) -> RecurrentState:
         """An empty state for ``batch_size`` sequences.

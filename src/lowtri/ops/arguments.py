@@ -27,6 +27,8 @@ from lowtri.system import fast_cpus
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _DEFAULTS = CallOptions()
+# Half types are computed in float32. Products of scores, caps and gradients stay finite up to these powers of 2.
+_LARGEST = dict.fromkeys(("float16", "bfloat16", "float32"), 2.0**96) | {"float64": 2.0**960}
 
 
 def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS) -> tuple[Call, Inputs]:
@@ -51,6 +53,12 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         sinks = _checked_sinks(plain_array("sinks", sinks), q, heads)
     if scale is not None and not math.isfinite(_number("scale", scale)):
         raise CallError(f"attention: scale is {scale}, but scores are multiplied by a finite number.")
+    largest = _LARGEST[dtype_name(q.dtype)]
+    if scale is not None and abs(scale) > largest:
+        raise CallError(
+            f"attention: scale is {float(scale):g}, but scores of {dtype_name(q.dtype)} times more than {largest:g} overflow. "
+            "Fix: multiply q instead."
+        )
     if softcap is not None and not 0 < _number("softcap", softcap) < math.inf:
         raise CallError(
             f"attention: softcap is {softcap}, but scores are capped at a positive number. Fix: softcap=None for no cap."
@@ -92,7 +100,7 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         device="cpu" if is_numpy or q.is_cpu else str(q.device.type),
         mask=mask,
         scale=1 / math.sqrt(size) if scale is None else float(scale),
-        softcap=None if softcap is None else float(softcap),
+        softcap=_usable_cap(softcap, largest),
         dropout=float(dropout),
         q_positions=queries,
         k_positions=keys,
@@ -107,6 +115,13 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         distance_low=distance_low,
     )
     return call, inputs
+
+
+def _usable_cap(softcap: float | None, largest: float) -> float | None:
+    """A cap whose inverse is finite, too. One so high changes no score, and all so low ones leave scores that count as 0."""
+    if softcap is None or softcap > largest:
+        return None
+    return max(float(softcap), 1 / largest)
 
 
 def arrange(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Inputs:

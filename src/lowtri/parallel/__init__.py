@@ -4,10 +4,9 @@ Each file imports only from the files above it:
 
 shards       ShardPlan: which rank holds which tokens, and which keys each rank needs; its pictures
 planning     plan_shards: layouts of tokens over ranks, and the choice among them
-attend       what the two classes below have in common
+attend       what a model sees of a split sequence: the tokens of one shard, and attention over all of them
 collectives  collectives with errors that say what failed, the agreement of the ranks, and the exchange of keys and their gradients
 context      ContextParallel
-sequential   SequentialShards: the shards one after the other in one process
 
 Plans need neither torch nor processes.
 """
@@ -23,16 +22,14 @@ from lowtri.parallel.shards import ShardPlan
 
 if TYPE_CHECKING:
     from lowtri.parallel.context import ContextParallel
-    from lowtri.parallel.sequential import SequentialShards
 
-__all__ = ["ContextParallel", "SequentialShards", "ShardPlan", "plan_shards"]
+__all__ = ["ContextParallel", "ShardPlan", "plan_shards"]
 
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:  # both load torch
-        modules = {"ContextParallel": "context", "SequentialShards": "sequential"}
-        if name not in modules:
+    def __getattr__(name: str) -> Any:  # it loads torch
+        if name != "ContextParallel":
             raise AttributeError(f"module 'lowtri.parallel' has no attribute {name!r}")
-        require(f"lowtri.parallel.{name}", "torch")
-        return getattr(import_module(f"lowtri.parallel.{modules[name]}"), name)
+        require("lowtri.parallel.ContextParallel", "torch")
+        return import_module("lowtri.parallel.context").ContextParallel

@@ -1,4 +1,4 @@
-"""What ContextParallel and SequentialShards have in common: a model sees the tokens of one shard, and attends over all of them."""
+"""What a model sees of a split sequence: the tokens of one shard, and attention over all of them."""
 
 from __future__ import annotations
 

@@ -21,10 +21,11 @@ class Case:
 
     Attributes:
         name, why: what it is, and the reason why it is there.
-        text: the mask; "random table", "empty rows" and "padding ..." are drawn for the sizes.
+        text: the mask; "random table", "empty rows", "top left" and "padding ..." are made for the sizes.
         b, hq, hkv, nq, nk, d, dv: the sizes; hq is a multiple of hkv.
         scale, softcap: None for the default and for none.
-        bias: "" for none, or "full", "broadcast", "with -inf", "alibi".
+        bias: "" for none, or "full", "broadcast" (over rows and queries), "keys" (over heads and queries), "with -inf", "low" (many
+            numbers are -100, in some rows all), "alibi".
         sinks: whether each head has a sink.
         lse: whether the log-sum-exp is compared.
         numbers: "normal", "large", "equal", "denormal", "low" (scores below -1e9), or where NaN or inf lies: "NaN queries" ...
@@ -72,6 +73,8 @@ class Case:
         if text in ("random table", "empty rows"):
             drawn = np.random.default_rng(self.seed).random((self.nq, self.nk)) < 0.5
             return table(drawn if text == "random table" else drawn & (np.arange(self.nq) % 3 > 0)[:, None])
+        if text == "top left":
+            return table(np.tri(self.nq, self.nk, dtype=bool))
         if text.startswith("padding"):
             real = np.ones((self.b, self.nk), bool)
             real[
@@ -102,6 +105,8 @@ class Case:
         bias = {
             "full": normal(self.b, self.hq, self.nq, self.nk),
             "broadcast": normal(1, self.hq, 1, self.nk),
+            "keys": normal(self.b, 1, 1, self.nk),
+            "low": torch.where(normal(1, 1, self.nq, self.nk) < 1, -100.0, normal(1, 1, self.nq, self.nk)),
             "with -inf": torch.where(normal(1, 1, self.nq, self.nk) < 1, normal(1, 1, self.nq, self.nk), -math.inf),
         }.get(self.bias)
         slopes = 2.0 ** -torch.arange(1.0, self.hq + 1, dtype=torch.float64) if self.bias == "alibi" else None
@@ -165,11 +170,13 @@ CASES = (
     Case("causal", "the mask of language models"),
     Case("one token", "the smallest call", "full", b=1, hq=1, hkv=1, nq=1, nk=1, d=4, dv=4),
     Case("130 tokens", "more than two tiles of 64, and not a whole number of them", nq=130, nk=130),
+    Case("129 tokens", "a tile of one token, after tiles of 64 and of 128", nq=129, nk=129),
     Case("64 tokens", "exactly one tile of most kernels", nq=64, nk=64),
     Case("300 tokens", "more keys than any tile has, and the most common head size", nq=300, nk=300, d=64, dv=64, b=1),
     Case("12 heads", "more heads than vectors have lanes", hq=12, hkv=12, b=1),
     Case("one query, 130 keys", "a step of decoding: the query stands at the last key", nq=1, nk=130),
     Case("five queries, 130 keys", "appending several tokens: bottom-right alignment", nq=5, nk=130),
+    Case("aligned to the first key", "query i sees keys 0 .. i, as torch's is_causal has it", "top left", nq=20, nk=33),
     Case("more queries than keys", "cross-attention to a short text", "full", nq=40, nk=23),
     *(
         Case(f"head size {d}", "a size that no vector divides, or a large one", nq=20, nk=20, d=d, dv=d)
@@ -196,12 +203,17 @@ CASES = (
     Case("random table", "no structure at all", "random table"),
     Case("padding left", "a padded batch", "padding left"),
     Case("padding right", "a padded batch", "padding right"),
+    Case("padding left, 5 queries", "rows of different lengths while decoding", "padding left", nq=5, nk=40),
     Case("padding of 200 tokens", "pads across tiles", "padding right", nq=200, nk=200),
     Case("padding inside", "pads between tokens", "padding inside"),
     Case("empty rows", "a query that sees nothing: output 0, no gradient", "empty rows"),
     Case("empty first row", "a strict mask: position 0 sees nothing", "causal - window(1)"),
     Case("bias", "added to the scaled scores", bias="full"),
     Case("bias of heads and keys", "broadcast over rows and queries", bias="broadcast"),
+    Case("bias of keys", "a number for each key of a row", "full", bias="keys"),
+    Case("bias of -100", "a low number does not hide, also where a row has no other", bias="low"),
+    Case("bias, 5 queries", "a mask and a bias while decoding", "causal & window(8)", nq=5, nk=60, bias="full"),
+    Case("bias, more queries than keys", "a table and a bias over a short text", "random table", nq=40, nk=23, bias="full"),
     Case("bias with -inf", "a bias that hides, too", bias="with -inf"),
     Case("ALiBi", "slopes times distance", bias="alibi"),
     Case("ALiBi, 5 queries", "distances while decoding", bias="alibi", nq=5, nk=40),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.backends import Prepared
+from lowtri.backends import GradientSource, Prepared
 from lowtri.backends.cpu.launch import ArrayLayout, Launch, Selection, Strides, decode_threads, packed, to_dtype
 from lowtri.kernels.abi import CACHE_KEYS, DECODE
 from lowtri.ops.call import Call, Inputs, Positions, Result
@@ -22,7 +22,6 @@ _VARYING = ("nk", "first_key", "tasks", "visible", "visible_strides", "k_strides
 class CpuDecode(Prepared):
     """The decode kernel of a call that needs no gradients. It has no plan: a table says which keys are visible, if not all are."""
 
-    gradients_from = "lse"  # of the same call where gradients are recorded
     any_keys = True
 
     def __init__(self, call: Call, selection: Selection) -> None:
@@ -40,6 +39,12 @@ class CpuDecode(Prepared):
         # With the table and the positions: those of this call, and of the newest run.
         positions = sum(x.nbytes for x in (q_positions, k_positions) if x is not None)
         self.nbytes = 8192 + 3 * (self.own.nbytes + positions)
+
+    def gradient_source(self) -> GradientSource:
+        return GradientSource.LSE
+
+    def checks_values(self) -> bool:
+        return False
 
     def run(self, inputs: Inputs) -> Result:
         return self.own.run(inputs)
@@ -85,6 +90,12 @@ class _AtKeys(Prepared):
     ) -> None:
         self.decode, self.launch, self.words, self.visible, self.nk = decode, launch, words, visible, nk
         self.nbytes = 0 if visible is None else visible.nbytes
+
+    def gradient_source(self) -> GradientSource:
+        return self.decode.gradient_source()
+
+    def checks_values(self) -> bool:
+        return self.decode.checks_values()
 
     def run(self, inputs: Inputs) -> Result:
         decode = self.decode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from lowtri.backends import Prepared
+from lowtri.backends import GradientSource, Prepared
 from lowtri.backends.cpu.launch import (
     ArrayLayout,
     Selection,
@@ -36,8 +36,6 @@ class CpuForward(Prepared):
     No copy is then needed on either side. Gradients need the log-sum-exp and what it loses to rounding, (2, B, Hq, Nq).
     """
 
-    gradients_from = "lse"
-
     def __init__(self, call: Call, selection: Selection) -> None:
         layout = ArrayLayout(call, selection)
         self.call, self.layout, self.plan = call, layout, call.plan(KEYS)
@@ -51,6 +49,12 @@ class CpuForward(Prepared):
         self.launch = layout.launch("forward", fields | {"tasks": batch * heads * self.plan.rows}, self.plan)
         self._gradients: dict[Layout, _Backward] = {}
         self.nbytes = 8192 + self.plan.nbytes
+
+    def gradient_source(self) -> GradientSource:
+        return GradientSource.LSE
+
+    def checks_values(self) -> bool:
+        return False
 
     def run(self, inputs: Inputs) -> Result:
         layout = self.layout

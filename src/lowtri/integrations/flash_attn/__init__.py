@@ -3,7 +3,6 @@
 functions      the public functions: batches (B, N, H, D), packed sequences (total, H, D), their packed forms, and a cache
 layers_rotary  flash_attn.layers.rotary: apply_rotary_emb, RotaryEmbedding
 bert_padding   unpad_input, pad_input, index_first_axis
-version3       flash_attn_interface, FlashAttention 3's module
 arguments      checks, with errors in flash-attn's own names and layout
 install        makes ``import flash_attn`` find these functions, and names what is missing; ``python -m`` does it for a script
 

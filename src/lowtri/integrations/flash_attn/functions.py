@@ -409,7 +409,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: (B,), the row of the cache of each row of q; default 0 .. B-1.
         cache_leftpad: (B,), the slot in which each row begins; default 0.
         block_table: (B, pages of a row), the pages of each row in their order; entries past its last page are ignored.
-        rotary_interleaved: see :func:`~lowtri.integrations.flash_attn.layers_rotary.rotate`.
+        rotary_interleaved: see :func:`~lowtri.integrations.flash_attn.layers_rotary.apply_rotary_emb`.
         num_splits: accepted; lowtri chooses how it splits the work.
         return_softmax_lse: also return the log-sum-exp, (B, Hq, Nq).
 
@@ -445,8 +445,8 @@ def flash_attn_with_kvcache(
         check_tensor(_CACHE, "rotary_sin", rotary_sin, "(positions, R)")
         own = causal or read_window(_CACHE, window_size) != (-1, -1)
         steps = torch.arange(q.shape[1]) if own else torch.zeros(q.shape[1], dtype=torch.int64)
-        q = rotate(q, rotary_cos, rotary_sin, lengths[:, None] + steps, rotary_interleaved)
-        k = rotate(k, rotary_cos, rotary_sin, lengths[:, None] + torch.arange(new), rotary_interleaved)
+        q = rotate(q, rotary_cos, rotary_sin, lengths[:, None] + steps, rotary_interleaved, _CACHE)
+        k = rotate(k, rotary_cos, rotary_sin, lengths[:, None] + torch.arange(new), rotary_interleaved, _CACHE)
     if k is not None and v is not None:
         slots.write(lengths, k, v)
     keys, values = slots.read(int(ends.max(initial=0)))  # (B, S, Hkv, D)

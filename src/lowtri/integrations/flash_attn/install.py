@@ -1,11 +1,11 @@
-"""Makes ``import flash_attn`` and ``import flash_attn_interface`` find lowtri's functions where the real packages are missing."""
+"""Makes ``import flash_attn`` find lowtri's functions where the real package is missing."""
 
 from __future__ import annotations
 
 import dis
 import inspect
 import sys
-from importlib import import_module, util
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,6 @@ _MODULES = {
     "flash_attn.bert_padding": "bert_padding",
     "flash_attn.layers": "",
     "flash_attn.layers.rotary": "layers_rotary",
-    "flash_attn_interface": "version3",
 }
 _PACKAGES = ("flash_attn", "flash_attn.layers")
 
@@ -41,8 +40,7 @@ def install() -> str:
     Traceback (most recent call last):
     ModuleNotFoundError: flash_attn.ops is not offered by lowtri, which has flash_attn, ...
 
-    ``flash_attn_interface``, the module of FlashAttention 3, is left alone where it is installed. Models that read the package's
-    metadata instead of importing it, as transformers does, do not find it.
+    Models that read the package's metadata instead of importing it, as transformers does, do not find it.
 
     Raises:
         CallError: if the real package is installed; it is never shadowed.
@@ -55,7 +53,7 @@ def install() -> str:
             "install: the real package flash_attn is installed, and is not shadowed.\n"
             "Fix: from lowtri.integrations.flash_attn import flash_attn_func, which lowtri runs on CPU tensors."
         )
-    modules = {name: _module(name) for name in _MODULES if name != "flash_attn_interface" or not util.find_spec(name)}
+    modules = {name: _module(name) for name in _MODULES}
     for name, module in modules.items():
         parent, _, child = name.rpartition(".")
         if parent:

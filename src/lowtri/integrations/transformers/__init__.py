@@ -1,10 +1,11 @@
 """``attn_implementation="lowtri"`` for the models of the transformers library.
 
-    from lowtri.integrations.transformers import switch, use
+    from lowtri.integrations.transformers import load_model, switch, use
 
     model = switch(AutoModelForCausalLM.from_pretrained(name))
     model(ids, attention_mask="causal & window(4)")    # a lowtri mask for this forward
     use(model, mask="causal & window(4)")              # for all of them, in training and generate, too
+    model, tokenizer, name = load_model("smollm2")     # a model on this disk, switched, by the name that the command line takes
 
 ``switch(model)`` checks that the model calls the registered attention, as most do. ``register()`` makes the name known without this
 check; ``from_pretrained(name, attn_implementation="lowtri")`` then uses it.
@@ -18,6 +19,7 @@ masks       transformers' mask functions (causal, sliding, chunked, packed, over
 lazy        masks as a tensor subclass without a table
 attention   the attention of a layer, eager and under torch.compile and torch.export
 sharded     a model on one process's part of a sequence
+loading     load_model: a model on this disk by its name, switched, and its tokenizer
 """
 
 from lowtri.extras import require
@@ -25,7 +27,8 @@ from lowtri.extras import require
 require("lowtri.integrations.transformers", "torch", "transformers")
 
 from lowtri.integrations.transformers.attention import attend
+from lowtri.integrations.transformers.loading import load_model
 from lowtri.integrations.transformers.switching import register, switch
 from lowtri.integrations.transformers.user_masks import use
 
-__all__ = ["attend", "register", "switch", "use"]
+__all__ = ["attend", "load_model", "register", "switch", "use"]

@@ -90,6 +90,7 @@ def attend(
     if query.shape[0] < key.shape[0]:  # learned queries, one set for the whole batch
         query = query.expand(key.shape[0], *query.shape[1:])
     nq, nk = query.shape[-2], key.shape[-2]
+    _check_rows_and_heads(attention_mask, query)
     s_aux = None if s_aux is None else s_aux.reshape(-1)
     # A layer without a mask is causal from the top left, as under transformers' sdpa.
     causal_layer = nq > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -152,6 +153,17 @@ def attend(
 _outside_graph = outside_graph(
     attend, f"lowtri's attention of a transformers model with {_NO_OPERATOR} runs outside of the program"
 )
+
+
+def _check_rows_and_heads(mask: Tensor | None, query: Tensor) -> None:
+    """Raise for a table of other rows or heads, also where all of them are equal, so that one would do."""
+    if mask is None or mask.ndim != 4 or isinstance(mask, LazyMaskTensor):
+        return
+    if any(n not in (1, size) for n, size in zip(mask.shape[:2], query.shape[:2], strict=True)):
+        raise CallError(
+            f"transformers: attention_mask is {tuple(mask.shape)}, but the layer has {query.shape[0]} rows and "
+            f"{query.shape[1]} heads: expected (B, H, Nq, Nk), each size or 1."
+        )
 
 
 def _joined_in_graph(documents: Tensor, mask: Tensor | None, causal_layer: bool, nk: int) -> Tensor:

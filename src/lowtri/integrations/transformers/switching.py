@@ -164,9 +164,9 @@ class _FalconAttention(Replaced):
             q, k = importlib.import_module(_FALCON).apply_rotary_pos_emb(q, k, *position_embeddings)
         if layer_past is not None:
             k, v = layer_past.update(k, v, self.layer_idx)
-        attend = AttentionInterface()[attention_name(self)]
+        registered = AttentionInterface().get_interface(str(attention_name(self)), attend)
         dropout = self.attention_dropout.p if self.training and alibi is not None else 0.0
-        output, weights = attend(
+        output, weights = registered(
             self,
             q,
             k,

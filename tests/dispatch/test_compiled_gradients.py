@@ -1,0 +1,239 @@
+"""Gradients of compiled calls, at the first, second and third call: later calls find what the first one prepared.
+
+Calls of few queries are prepared for any number of keys, so one to sixteen queries and one more are compared, for every entry point.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import DTYPES, EPS, draw
+
+import lowtri
+from lowtri import backends
+from lowtri.backends import GradientSource, Prepared, cpu
+from lowtri.dispatch.prepared import PREPARED, prepared_call
+from lowtri.integrations.flex import flex_attention
+from lowtri.integrations.torch import switch
+from lowtri.ops.call import CallOptions
+
+pytestmark = [
+    pytest.mark.not_emulated,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler looks at every tensor it meets
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # inductor imports it
+]
+
+QUERIES = (1, 4, 16, 17)
+CALLS = 3
+
+Function = Callable[..., torch.Tensor]
+
+FUNCTIONS: dict[str, Function] = {
+    "attention": lambda q, k, v: lowtri.attention(q, k, v, "causal & window(9)"),
+    "attention, an option of each kind": lambda q, k, v: lowtri.attention(
+        q, k, v, "causal", softcap=3.0, scale=0.5, return_lse=True
+    )[0],
+    "attention by the formula": lambda q, k, v: lowtri.attention(q, k, v, "causal", engine="formula"),
+    "attention by torch": lambda q, k, v: lowtri.attention(q, k, v, "causal", engine="sdpa"),
+    "scaled_dot_product_attention": lambda q, k, v: lowtri.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+    "flex_attention": lambda q, k, v: flex_attention(q, k, v, enable_gqa=True),
+}
+
+
+def gradients(function: Function, inputs: tuple[torch.Tensor, ...], seed: int) -> list[torch.Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = function(*leaves)
+    d_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return list(torch.autograd.grad(output, leaves, d_output.to(output.dtype)))
+
+
+def check(function: Function, nq: int, dtype: str, backend: str = "aot_eager") -> None:
+    """The gradients of each call are those of eager code to rounding, and lie near the exact ones."""
+    torch._dynamo.reset()
+    PREPARED.clear()
+    program = torch.compile(function, backend=backend, fullgraph=function is not FUNCTIONS["flex_attention"])
+    for call in range(CALLS):
+        inputs = draw(nq=nq, nk=40, d=16, dv=16, seed=call, dtype=dtype)
+        compiled, eager = (gradients(f, inputs, call) for f in (program, function))
+        exact = gradients(function, tuple(x.double() for x in inputs), call)
+        for name, found, right, true in zip("qkv", compiled, eager, exact, strict=True):
+            most = true.abs().max().item()
+            own = (right.double() - true).abs().max().item()  # the error of eager code
+            off = (found.double() - true).abs().max().item()
+            assert off <= 2 * own + 16 * EPS[dtype] * most, (name, nq, dtype, call + 1, off, own, most)
+
+
+@pytest.mark.parametrize("nq", QUERIES)
+def test_calls_of_few_queries(nq: int) -> None:
+    check(FUNCTIONS["attention"], nq, "float32")
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "attention"])
+def test_every_function(name: str) -> None:
+    check(FUNCTIONS[name], 4, "float32")
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
+def test_every_dtype(dtype: str) -> None:
+    check(FUNCTIONS["attention"], 4, dtype)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nq", QUERIES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_dtype_and_number_of_queries(name: str, nq: int, dtype: str) -> None:
+    check(FUNCTIONS[name], nq, dtype)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("nq", QUERIES)
+def test_inductor(nq: int) -> None:
+    check(FUNCTIONS["attention"], nq, "float32", backend="inductor")
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_sinks_and_biases(has_bias: bool) -> None:
+    """With sinks a call is prepared for any keys, with a bias it is not; both have gradients of their own."""
+
+    def function(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> Any:
+        return lowtri.attention(q, k, v, "causal", sinks=sinks, bias=bias if has_bias else None)
+
+    torch._dynamo.reset()
+    PREPARED.clear()
+    program = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for call in range(CALLS):
+        q, k, v = draw(nq=4, nk=40, d=16, dv=16, seed=call)
+        source = torch.Generator().manual_seed(call)
+        sinks, bias = torch.randn(4, generator=source), torch.randn(1, 1, 4, 40, generator=source)
+        inputs = (q, k, v, sinks, bias) if has_bias else (q, k, v, sinks)
+        pairs = zip(
+            *(gradients(lambda *x, f=f: f(*x) if has_bias else f(*x, None), inputs, call) for f in (program, function)),
+            strict=True,
+        )
+        for found, right in pairs:
+            assert (found - right).abs().max() <= 16 * EPS["float32"] * right.abs().max()
+
+
+class Torchs(torch.nn.Module):
+    """A switched module of torch, for cross attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = switch(torch.nn.MultiheadAttention(32, 2, batch_first=True))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, memory, memory, need_weights=False)[0]
+
+
+class Ours(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = lowtri.nn.MultiHeadAttention(32, 4, 2)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Transformers(torch.nn.Module):
+    """A switched Llama; every token is a query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        from lowtri.integrations.transformers import switch as switch_model
+
+        config = transformers.LlamaConfig(
+            vocab_size=16,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+        )
+        self.inner = switch_model(transformers.LlamaModel(config))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs_embeds=x).last_hidden_state
+
+
+@pytest.mark.parametrize("make", [Torchs, Ours, Transformers])
+@pytest.mark.parametrize("nq", [4, *[pytest.param(nq, marks=pytest.mark.sweep) for nq in (1, 16, 17)]])
+def test_modules(make: type[torch.nn.Module], nq: int) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    PREPARED.clear()
+    module = make()
+    weights = [x for x in module.parameters() if x.requires_grad]
+    program = torch.compile(module, backend="aot_eager")
+    for call in range(CALLS):
+        x, memory = torch.randn(2, nq, 32), torch.randn(2, 40, 32)
+        found, right = (
+            torch.autograd.grad(f(x, memory).square().sum(), weights, allow_unused=True) for f in (program, module)
+        )
+        for a, b in zip(found, right, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert (a - b).abs().max() <= 64 * EPS["float32"] * b.abs().max(), call + 1
+
+
+def prepared_classes() -> list[type[Prepared]]:
+    found: list[type[Prepared]] = []
+    waiting: list[type[Any]] = [Prepared]
+    while waiting:
+        waiting += (subclasses := waiting.pop().__subclasses__())
+        found += subclasses
+    return [x for x in found if x.__module__.startswith("lowtri.")]
+
+
+def test_no_prepared_call_inherits_what_its_results_depend_on() -> None:
+    """Each class says it itself: a class without one of these methods cannot be made."""
+    for name in backends.BACKENDS:
+        __import__(f"lowtri.backends.{name}")
+    assert cpu.CpuDecode in prepared_classes() and len(prepared_classes()) >= 7
+    for one in prepared_classes():
+        assert not inspect.isabstract(one)
+        assert {"run", "gradient_source", "checks_values"} <= set(vars(one)), one
+
+    class Forgets(Prepared):
+        def run(self, inputs: Any) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match=r"checks_values.*gradient_source"):
+        Forgets()  # type: ignore[abstract]
+
+
+def test_a_call_for_other_keys_keeps_all_properties_of_its_source() -> None:
+    PREPARED.clear()
+    for nk in (8, 9):
+        q, k, v = draw(nq=4, nk=nk, d=16, dv=16)
+        ready, _ = prepared_call(q, k, v, "causal", CallOptions())
+        assert (type(ready.prepared) is cpu.CpuDecode) == (nk == 8)  # the second is derived from the first
+        assert ready.prepared.gradient_source() is GradientSource.LSE and not ready.prepared.checks_values()
+        assert (ready.backend, ready.selective, ready.differentiates) == ("cpu", False, False)
+
+
+def test_a_log_sum_exp_that_nobody_computed_is_never_used() -> None:
+    """The forward's backend may compute none where the backward's would read one: the backward then runs the call again."""
+    q, k, v = draw(nq=4, nk=9)
+    operator, backward = torch.ops.lowtri.attention, torch.ops.lowtri.attention_backward
+    rest = (None, None, "causal", [], None, None, None, None, None, False)
+    output, lse = operator(q, k, v, *rest, "sdpa")
+    assert lse.isposinf().all()
+    d_output = torch.ones_like(output)
+    found = backward(d_output, torch.zeros_like(lse), output, lse, [True] * 3 + [False] * 2, q, k, v, *rest, "cpu")
+    right = gradients_of_ones(q, k, v)
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def gradients_of_ones(*inputs: torch.Tensor) -> Any:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = lowtri.attention(*leaves, "causal", engine="formula")
+    return torch.autograd.grad(output.sum(), leaves)
