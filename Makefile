@@ -57,7 +57,7 @@ sweeps: $(VENV)/installed-test
 
 test-all: test sweeps
 
-# PYTHON_NEWEST=python3.14 chooses a Python, TORCH_NEWEST=torch==2.15.0 a build; the output says what could not be had. Ten minutes.
+# PYTHON_NEWEST=python3.14 chooses a Python, TORCH_NEWEST=torch==... a build; the output says what could not be had. Ten minutes.
 test-newest: $(VENV)/installed-test
 	$(BIN)/python tools/newest.py $(VENV)-newest
 

@@ -2,8 +2,8 @@
 on the newest Python found. The output says which versions ran, and which could not be had and why.
 
     python tools/newest.py .venv-newest            # make test-newest
-    PYTHON_NEWEST=/usr/bin/python3.14              this Python and no other
-    TORCH_NEWEST=torch==2.15.0                     this torch, whatever it brings (on Linux, PyPI's brings CUDA: gigabytes)
+    PYTHON_NEWEST=/usr/bin/python3.X               this Python and no other
+    TORCH_NEWEST=torch==...                        this torch, whatever it brings (on Linux, PyPI's brings CUDA: gigabytes)
 
 It is run by a Python in which lowtri is installed from this checkout, with its compiled kernels, which depend on no Python.
 """

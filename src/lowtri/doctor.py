@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowtri import benching
+from lowtri.compat.tested import installed_versions, untried
 from lowtri.extras import is_installed, missing
 from lowtri.kernels import library
 from lowtri.kernels.threads import openmp_team
@@ -40,6 +41,7 @@ def examine(measure: bool = True, progress: Callable[[str], None] = lambda _: No
         "library": None,
         "speed": None,
         "trouble": problems,
+        "untried": untried(installed_versions()),
     }
     report["cpu"]["last_cache_bytes"] = last_cache_bytes()
     if torch is None:
@@ -127,6 +129,7 @@ def as_text(report: dict[str, Any]) -> str:
             ("one core", f"multiplies float32 at {multiply}{bf16}; reads memory at {speed['read']:.0f} GB/s"),
             ("", f"causal attention, 1024 tokens, float32: {speed['attention']:.0f} GFLOP/s, {share:.0%} of that"),
         ]
+    lines += [("untried", words) for words in report["untried"]]
     lines += [("missing", words) for words in report["trouble"] or ["nothing"]]
     return "\n".join(f"{name:<10}{words}".rstrip() for name, words in lines)
 

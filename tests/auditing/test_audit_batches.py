@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_names import cache_name
 from torch import Tensor, nn
 
 import lowtri
@@ -375,3 +376,28 @@ def test_vectors_with_time_first_are_asked_back(leaks: bool) -> None:
         lowtri.audit(model, x, probes=["change"])
     assert lowtri.audit(model, x, probes=["change"], position_axis=0).ok == (not leaks)
     assert lowtri.audit(lambda x: x.cumsum(1), x, probes=["change"]).ok  # rows are rows: nothing to ask
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mamba"])
+def test_cached_decoding_is_fed_new_tokens_only(name: str) -> None:
+    """A cache that is not passed on under the model's own name would let each call see its own tokens alone, or the whole row."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 32, "num_key_value_heads": 1} if name == "Llama" else {"state_size": 4}
+    shared = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**shared, **sizes)
+    ).eval()
+    calls: list[tuple[int, bool]] = []
+
+    def note(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        calls.append((kwargs["input_ids"].shape[1], kwargs.get(cache_name(model)) is not None))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    report = lowtri.audit(model, {"input_ids": IDS}, probes=["cache"], train=False)
+    assert report.finding("cache").status == "clean", report
+    assert "one at a time" in report.finding("cache").measured["ways"]
+    n = IDS.shape[1]
+    alone = [(1, False), *[(1, True)] * (n - 1)]
+    assert any(calls[start : start + n] == alone for start in range(len(calls)))
+    assert (n // 2, False) in calls  # the prompt

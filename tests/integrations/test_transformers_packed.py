@@ -401,6 +401,16 @@ def test_a_compiled_forward_below_the_hooks_is_refused() -> None:
             model(ids, cu_seq_lens_q=BOUNDS)
 
 
+def test_what_is_measured_of_packed_rows_with_the_cache_on() -> None:
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZE)).eval()
+    inputs = {"input_ids": ids_of()[:, :12], "position_ids": PLACES[:, :12]}
+    assert (
+        lowtri.infer_mask(model, inputs) == lowtri.causal()
+    )  # transformers does not look for documents beside a cache
+    assert lowtri.infer_mask(switch(model), inputs) == lowtri.causal() & lowtri.documents(lengths=[5, 7])
+
+
 def test_the_mask_of_packed_rows() -> None:
     starts = PLACES.numpy() == 0
     packing = Packing(starts, "position_ids")

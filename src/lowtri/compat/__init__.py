@@ -1,10 +1,12 @@
-"""All private functions of torch, Numba and transformers that lowtri uses, under plain names, with a file for each library.
+"""All private functions of torch, Numba and transformers that lowtri uses, under plain names; and what differs between versions.
 
-torch_private         torch 2.6 and 2.13
-numba_private         Numba 0.62 and 0.68; what only tools/build_kernels.py uses is there
-transformers_private  transformers 5.4 and 5.23
+torch_private         torch
+numba_private         Numba; what only tools/build_kernels.py uses is there
+transformers_private  transformers
+model_caches          what transformers calls the cache of a model, and what such a cache is
+tested                the versions that the tests have run with
 
-The versions are those that the tests run with. Private functions change without notice, so each has a comment that says what it does
+Private functions change without notice, so each has a comment that says what it does
 and why no public function suffices. ``tests/compat`` finds private names in other packages. Where a version lacks a function, the
 code that needs it falls back to something slower, or raises an EngineError that names the function.
 """

@@ -1,4 +1,4 @@
-"""Private functions of torch, under plain names; the docstring of the package lists the tested versions."""
+"""Private functions of torch, under plain names; ``tested`` lists the versions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
 )  # documented in "Extending PyTorch", without a public module
 
+from lowtri.compat.tested import tried_range
 from lowtri.errors import EngineError
 
 
@@ -32,7 +33,7 @@ def _lacks(*paths: str) -> str | None:
 
 def _require(*paths: str) -> None:
     if reason := _lacks(*paths):
-        raise EngineError(f"{reason}.\nFix: a version of torch that lowtri is tested with: 2.6 to 2.13.")
+        raise EngineError(f"{reason}.\nFix: a version of torch that lowtri is tested with: {tried_range('torch')}.")
 
 
 def _private(path: str, fallback: Any = None) -> Any:

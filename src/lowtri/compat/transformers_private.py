@@ -1,4 +1,4 @@
-"""Private functions of transformers, under plain names; the docstring of the package lists the tested versions."""
+"""Private functions of transformers, under plain names; ``tested`` lists the versions."""
 
 from __future__ import annotations
 
