@@ -58,7 +58,8 @@ class _Definition(Prepared):
         import torch
 
         at_least_32 = torch.promote_types(like.dtype, torch.float32)
-        output, weights = (torch.from_numpy(x).to(like) for x in (steps.output, steps.weights))
+        output = torch.from_numpy(steps.output).to(like)
+        weights = torch.from_numpy(steps.weights).to(like)
         return Result(output, weights, torch.from_numpy(steps.lse).to(like.device, at_least_32))
 
 

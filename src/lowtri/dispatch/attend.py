@@ -241,9 +241,9 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array
     )
     whole = outputs + lses
     if not all(hasattr(x, "dtype") for x in whole) or len({isinstance(x, np.ndarray) for x in whole}) > 1:
-        kinds = sorted({type(x).__name__ for x in whole})
+        names = sorted({type(x).__name__ for x in whole})
         raise CallError(
-            f"merge: got {' and '.join(kinds)}, but it takes NumPy arrays or torch tensors, all of one kind."
+            f"merge: got {' and '.join(names)}, but it takes NumPy arrays or torch tensors, all of one kind."
         )
     for out, lse in zip(outputs, lses, strict=True):
         if tuple(out.shape[:-1]) != tuple(lse.shape) or out.shape != outputs[0].shape:
@@ -271,7 +271,8 @@ def _merge_arrays(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any
 def _merge_tensors(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     import torch
 
-    parts, lse = torch.stack(outputs), torch.stack(lses)
+    parts = torch.stack([*outputs])  # (parts, ..., Nq, Dv)
+    lse = torch.stack([*lses])  # (parts, ..., Nq)
     empty = (lse == -torch.inf) | ((lse == torch.inf) & (parts == 0).all(dim=-1))
     parts, lse = parts.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
     nothing = empty.all(dim=0)

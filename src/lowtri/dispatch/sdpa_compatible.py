@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -110,10 +110,10 @@ def scaled_dot_product_attention(
     if type(attn_mask).__name__ == "CausalBias" and hasattr(attn_mask, "variant"):  # results of operators have none
         if is_causal:
             raise _error("attn_mask is a CausalBias, and is_causal=True another one. Fix: one of them, as in torch.")
-        mask, bias, positions = causal(), None, _positions_of(attn_mask, nq, nk)
+        read = _Read(causal(), None, _positions_of(attn_mask, nq, nk))
     else:
-        mask, bias, positions = _mask(attn_mask, is_causal, (*batch, most, nq, nk))
-    output = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, q_positions=positions)
+        read = _mask(attn_mask, is_causal, (*batch, most, nq, nk))
+    output = attention(q, k, v, read.mask, scale=scale, bias=read.bias, dropout=dropout_p, q_positions=read.q_positions)
     return output.reshape(*lead, nq, value.shape[-1])
 
 
@@ -128,8 +128,16 @@ def _positions_of(bias: Any, nq: int, nk: int) -> NDArray[np.int64]:
     return np.arange(nq) + (0 if bias.variant.name == "UPPER_LEFT" else nk - nq)
 
 
-def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask, Any, NDArray[np.int64] | None]:
-    """torch's mask as a mask of ours, a bias (B|1, H|1, L|1, S|1), and the positions of queries where they are not the last ones.
+class _Read(NamedTuple):
+    """torch's mask as arguments of :func:`lowtri.attention`."""
+
+    mask: Mask
+    bias: Any  # (B|1, H|1, L|1, S|1)
+    q_positions: NDArray[np.int64] | None  # where the queries are not the last ones
+
+
+def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> _Read:
+    """The mask and the bias in torch's ``attn_mask`` and ``is_causal``.
 
     Args:
         shape: (..., H, L, S).
@@ -138,7 +146,7 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask
     triangle = causal() if is_causal else full()
     indices = np.arange(nq) if is_causal and nq != nk else None  # torch's is_causal compares indices
     if attn_mask is None:
-        return triangle, None, indices
+        return _Read(triangle, None, indices)
     if not is_traced():
         attn_mask = plain_array("attn_mask", attn_mask, _NAME)
     if not hasattr(attn_mask, "dtype"):
@@ -154,18 +162,18 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask
         attn_mask = _spread(attn_mask, padded)
     attn_mask = attn_mask.reshape(math.prod(padded[:-3]), *padded[-3:])
     if kind != "bool":
-        return triangle, attn_mask, indices
+        return _Read(triangle, attn_mask, indices)
     if 0 in shape:
-        return full(), None, None  # there are no pairs
+        return _Read(full(), None, None)  # there are no pairs
     rows, heads, of_queries = attn_mask.shape[:3]
     if heads == of_queries == 1:  # of keys, whatever the query
         valid = _spread(attn_mask, (rows, 1, 1, nk))[:, 0, 0]
         of_keys = keys(valid[0] if rows == 1 else valid)
-        return (triangle & of_keys if is_causal else of_keys), None, indices
+        return _Read(triangle & of_keys if is_causal else of_keys, None, indices)
     wide = _spread(attn_mask, (rows, heads, nq, nk))
     if is_causal:  # the rows of a table are the last queries, so the triangle becomes part of it
         wide = wide & _triangle(wide)
-    return table(wide[0, 0] if rows == heads == 1 else wide), None, None
+    return _Read(table(wide[0, 0] if rows == heads == 1 else wide), None, None)
 
 
 def _triangle(like: Any) -> Any:

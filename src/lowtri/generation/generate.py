@@ -225,6 +225,10 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float | np.integer | np.floating)
 
 
+def _is_count(x: Any) -> bool:
+    return _is_number(x) and 1 <= x < float("inf") and bool(x == int(x))
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The checked sampling options of :func:`lowtri.generate`.
@@ -243,8 +247,7 @@ class Sampling:
                 f"temperature is {self.temperature}; expected a number, at least 0. "
                 "Fix: 0 for greedy decoding, 1 for the model's own probabilities."
             )
-        counts = _is_number(self.top_k) and 1 <= self.top_k < float("inf") and self.top_k == int(self.top_k)
-        if self.top_k is not None and not counts:
+        if self.top_k is not None and not _is_count(self.top_k):
             raise CallError(f"top_k is {self.top_k}; it counts tokens, at least 1. Fix: top_k=None keeps all.")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise CallError(

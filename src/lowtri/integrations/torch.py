@@ -78,11 +78,11 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
     if engine not in ("auto", *BACKENDS):
         raise EngineError(f"switch: there is no engine {engine!r}. There are: auto, {', '.join(BACKENDS)}.")
     parts: list[Any] = list(module.modules())
-    switched = [part for part in parts if isinstance(part, Replaced) and hasattr(part, "lowtri_engine")]
+    switched: list[Any] = [x for x in parts if isinstance(x, Replaced) and hasattr(x, "lowtri_engine")]
     if back:
         _switch_back(parts, switched)
         return module
-    attentions = [part for part in parts if isinstance(part, nn.MultiheadAttention) and part not in switched]
+    attentions: list[Any] = [x for x in parts if isinstance(x, nn.MultiheadAttention) and x not in switched]
     closed = {reason for part in attentions if (reason := _why_not(part))}
     if closed or not (attentions or switched):
         reason = "; ".join(sorted(closed)) or f"{type(module).__name__} contains no nn.MultiheadAttention"

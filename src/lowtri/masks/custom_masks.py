@@ -213,7 +213,7 @@ class _FormulaInterval(Interval):
     def __eq__(self, other: object) -> Truth:  # type: ignore[override]
         return self._compared(other, operator.eq)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 def _constant(x: Any) -> _FormulaInterval:

@@ -91,7 +91,8 @@ class RotaryEmbedding(torch.nn.Module):
         positions = torch.arange(qkv.shape[1] + int(offsets.max()) if len(offsets) else 0, device=qkv.device)
         angles = torch.outer(positions.float(), rotary_frequencies(self.dim, self.base, device=qkv.device))
         cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
-        qkv, kv = (x.clone() if x is not None and x.requires_grad and x.is_leaf else x for x in (qkv, kv))
+        qkv = _writable(qkv)
+        kv = None if kv is None else _writable(kv)
         if kv is not None:
             q, k = qkv, kv[:, :, 0]
         elif num_heads_q is not None:
@@ -102,6 +103,11 @@ class RotaryEmbedding(torch.nn.Module):
         for part in (q, k):
             apply_rotary_emb(part, cos, sin, self.interleaved, True, offsets)
         return qkv if kv is None else (qkv, kv)
+
+
+def _writable(x: Tensor) -> Tensor:
+    """x itself, or a copy of a leaf that gets gradients, which may not be written in place."""
+    return x.clone() if x.requires_grad and x.is_leaf else x
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, name: str) -> Tensor:
