@@ -52,9 +52,11 @@ class _Definition(Prepared):
         steps = attend(q, k, v, call.visible(), scale=call.scale, softcap=call.softcap, bias=bias, sinks=sinks)
         if call.is_numpy:
             with np.errstate(all="ignore"):  # a small weight becomes 0 in a narrower dtype
-                output, weights = (x.astype(like.dtype) for x in (steps.output, steps.weights))
-                lse = steps.lse.astype(np.promote_types(like.dtype, np.float32))
-            return Result(output, weights, lse)
+                return Result(
+                    steps.output.astype(like.dtype),
+                    steps.weights.astype(like.dtype),
+                    steps.lse.astype(np.promote_types(like.dtype, np.float32)),
+                )
         import torch
 
         at_least_32 = torch.promote_types(like.dtype, torch.float32)
