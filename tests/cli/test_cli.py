@@ -270,11 +270,3 @@ def test_a_path_that_cannot_be_written_is_reported_before_the_work(
     assert out == "" and arguments[-1] in err
     assert frame.main([*arguments, str(tmp_path)]) == 2
     assert f"{tmp_path} is a folder. Fix: the name of a file in it" in capsys.readouterr().err
-
-
-def test_a_terminal_without_block_characters_gets_question_marks() -> None:
-    program = "import sys; from lowtri.cli import main; main._survive_narrow_encodings(); print('█')"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PYTHONIOENCODING": "ascii"}
-    )
-    assert ran.stdout == "?\n"

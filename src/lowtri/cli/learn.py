@@ -99,8 +99,9 @@ def explain(
     if html is not None:
         note(f"wrote {explanation.save(html)}")
     width = shutil.get_terminal_size((100, 24)).columns
-    shown = "" if json else as_text(explanation, width=width, colour=sys.stdout.isatty())
-    print_result(explanation.as_dict() if json else None, shown, json)
+    colours = sys.stdout.isatty()
+    shown = "" if json else as_text(explanation, width=width, colour=colours)
+    print_result(explanation.as_dict() if json else None, shown, json, colours=colours)
 
 
 def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:

@@ -13,8 +13,9 @@ To add a verb, write a function of its name in the file of its subject, and its 
 
 The docstring is the help; its first paragraph is two examples, one per line, shown as written. A file is imported when one of its
 verbs is called, never by ``lowtri --help``, and imports only typer and cli.options. The result goes to stdout, everything else to
-stderr (``cli.options.note``). For bad input a verb raises a ``LowtriError``; for a failed check it prints the result, and then
-raises ``typer.Exit(1)``. No error prints a traceback, unless ``LOWTRI_TRACEBACK=1`` is set.
+stderr (``cli.options.note``), and all of it passes ``cli.terminal.write``, never ``print``. For bad input a verb raises a
+``LowtriError``; for a failed check it prints the result, and then raises ``typer.Exit(1)``. No error prints a traceback, unless
+``LOWTRI_TRACEBACK=1`` is set.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, TextIO
@@ -33,6 +35,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from lowtri._version import __version__
+from lowtri.cli.terminal import streams, write
 from lowtri.errors import ExtraError, LowtriError, is_interrupt
 from lowtri.extras import EXTRAS, missing
 
@@ -63,17 +66,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         _print_error("stdout is closed, so the result has nowhere to go. Fix: > /dev/null")
         return 2
-    _survive_narrow_encodings()
-    try:
-        command = get_command(_app)
-        with command.make_context("lowtri", arguments or ["--help"]) as context:
-            command.invoke(context)
-        sys.stdout.flush()
-    except BaseException as error:
-        if os.environ.get("LOWTRI_TRACEBACK"):
-            raise
-        return _report(error)
+    with streams():
+        try:
+            command = get_command(_app)
+            with command.make_context("lowtri", arguments or ["--help"]) as context:
+                command.invoke(context)
+            sys.stdout.flush()
+        except BaseException as error:
+            if os.environ.get("LOWTRI_TRACEBACK"):
+                sys.excepthook = _print_traceback
+                raise
+            return _report(error)
     return 0
+
+
+def _print_traceback(*error: Any) -> None:
+    write("".join(traceback.format_exception(*error)), end="", stream=sys.stderr)
 
 
 def _report(error: BaseException) -> int:
@@ -120,7 +128,7 @@ def _report(error: BaseException) -> int:
 
 def _print_error(message: str) -> None:
     with suppress(OSError):  # a full stderr: the exit code says it alone
-        print(f"lowtri: {message}", file=sys.stderr, flush=True)
+        write(f"lowtri: {message}", stream=sys.stderr)
     _flush(sys.stderr)
 
 
@@ -132,13 +140,6 @@ def _flush(stream: TextIO) -> OSError | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return error
     return None
-
-
-def _survive_narrow_encodings() -> None:
-    """A terminal whose encoding lacks the block characters of pictures gets question marks instead of an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if "utf" not in (stream.encoding or "utf").lower() and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
 
 
 class _Verbs(TyperGroup):
@@ -160,7 +161,7 @@ def _load(verb: str) -> Any:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"lowtri {__version__}")
+        write(f"lowtri {__version__}")
         raise typer.Exit
 
 

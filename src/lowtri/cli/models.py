@@ -23,6 +23,7 @@ from lowtri.cli.options import (
     print_result,
     use_threads,
 )
+from lowtri.cli.terminal import write
 
 _FURTHEST = 2**14  # positions whose mask is checked
 
@@ -110,16 +111,16 @@ def generate(
         print_result({"prompt": prompt, "text": continued, **shown}, "", json)
         return
     if not chat:
-        print(prompt, end="", flush=True)
+        write(prompt, end="")
     try:
         for piece in text:
-            print(piece, end="", flush=True)
+            write(piece, end="")
     except BaseException as error:  # the message of an error begins a line
-        print(flush=True)
+        write("")
         if isinstance(error, KeyboardInterrupt):
             _note_speed(_figures(times, started, len(ids)), stats)
         raise
-    print()
+    write("")
     _note_speed(_figures(times, started, len(ids)), stats)
 
 

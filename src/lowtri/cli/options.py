@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lowtri.cli.terminal import write
 from lowtri.errors import DataError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ Json = Annotated[bool, option("Print the result as JSON.", "--json")]
 
 def note(message: str) -> None:
     """Print a line to stderr; stdout is for the result alone."""
-    print(message, file=sys.stderr, flush=True)
+    write(message, stream=sys.stderr)
 
 
 def many(n: int, thing: str) -> str:
@@ -91,17 +92,20 @@ def many(n: int, thing: str) -> str:
 
 def print_json(result: Any) -> None:
     """The result on stdout as JSON. Not-a-number and infinity have no JSON spelling: they raise."""
-    print(_json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))
+    write(_json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False), json=True)
 
 
-def print_result(data: Any, text: str, json: bool) -> None:
-    """The result of a verb on stdout: its data with ``--json``, and else its text."""
-    print_json(data) if json else print(text)
+def print_result(data: Any, text: str, json: bool, *, colours: bool = False) -> None:
+    """The result of a verb on stdout: its data with ``--json``, and else its text, which may have bold and dim words."""
+    if json:
+        print_json(data)
+    else:
+        write(text, colours=colours)
 
 
 def print_report(report: Any, json: bool, out: Path | None) -> None:
     """Print a report of an audit or of verify, write it where ``--out`` names a file, and end with its exit code."""
-    print(report.to_json() if json else report)
+    write(report.to_json() if json else str(report), json=json)
     if out is not None:
         note(f"wrote {report.save(out)}")
     if report.exit_code:
