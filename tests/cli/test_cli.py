@@ -40,9 +40,9 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_help_lists_every_verb_with_its_line_uncut(capsys: pytest.CaptureFixture[str]) -> None:
     assert frame.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for verb, (_, line) in frame.VERBS.items():
+    for verb, one in frame.VERBS.items():
         assert f"  {verb} " in shown
-        assert line in shown, f"the line of {verb} is cut: keep it under 66 characters"
+        assert one.line in shown, f"the line of {verb} is cut: keep it under 66 characters"
     assert frame.main([]) == 0
     assert capsys.readouterr().out == shown
 
@@ -70,8 +70,8 @@ def test_the_examples_of_every_verb_are_read_by_its_own_options() -> None:
     """Each example line is parsed, not run: an option that was renamed would be refused."""
     import shlex
 
-    for name, (file, _) in frame.VERBS.items():
-        function = getattr(importlib.import_module(f"lowtri.cli.{file}"), name)
+    for name, one in frame.VERBS.items():
+        function = getattr(importlib.import_module(f"lowtri.cli.{one.file}"), name)
         first = (function.__doc__ or "").strip().split("\n\n")[0]
         for line in first.splitlines():
             words = shlex.split(line, comments=True)

@@ -1,6 +1,6 @@
 """The command ``lowtri``: finds the verb, runs it, and turns every error into a message and an exit code.
 
-To add a verb, write a function of its name in the file of its subject, and its line in ``VERBS``:
+To add a verb, write a function of its name in the file of its subject, and its line in ``cli.verbs``:
 
     def mask(text: Annotated[str, typer.Argument(help="the mask, as text")], json: Json = False) -> None:
         \"\"\"lowtri mask "causal & window(3)"
@@ -21,6 +21,7 @@ stderr (``cli.options.note``), and all of it passes ``cli.terminal.write``, neve
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
 import inspect
 import os
@@ -36,20 +37,10 @@ from typer.main import get_command
 
 from lowtri._version import __version__
 from lowtri.cli.terminal import streams, write
+from lowtri.cli.verbs import VERBS
 from lowtri.errors import ExtraError, LowtriError, is_interrupt
-from lowtri.extras import EXTRAS, missing
+from lowtri.extras import EXTRAS, missing, require
 
-# verb -> the file lowtri.cli.<file> that has its function, and its line in `lowtri --help`
-VERBS = {
-    "explain": ("learn", "Every step of masked attention for a sentence, with numbers."),
-    "mask": ("learn", "What a mask shows and hides: a picture, counts, or a file."),
-    "generate": ("models", "Let a trained model continue a text."),
-    "audit": ("checks", "Does a model use what its mask hides? Every leak, by position."),
-    "verify": ("checks", "Does a function compute masked attention? Its mistake, by name."),
-    "bench": ("machine", "How fast attention is, against torch and the CPU's limit."),
-    "lesson": ("learn", "Masked self-attention as an interactive page, in four languages."),
-    "doctor": ("machine", "What this machine has, what is missing, and what follows."),
-}
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing, without the file's name
 
 
@@ -99,8 +90,8 @@ def _report(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         # The reader went away (`lowtri generate ... | head`): there is nothing to report, and no one reads it.
         return 141  # 128 + SIGPIPE, as the shell's own tools end
-    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
-        error = ExtraError(missing("this command", error.name))
+    if isinstance(error, ModuleNotFoundError) and error.name in ("numpy", *EXTRAS):
+        error = ExtraError(missing("this command", str(error.name)))
     if isinstance(error, LowtriError):
         _print_error(str(error))
         return error.exit_code
@@ -152,10 +143,16 @@ class _Verbs(TyperGroup):
 
 def _load(verb: str) -> Any:
     """The real command of a verb, from its module."""
-    function = getattr(importlib.import_module(f"lowtri.cli.{VERBS[verb][0]}"), verb)
+    function = getattr(importlib.import_module(f"lowtri.cli.{VERBS[verb].file}"), verb)
+
+    @functools.wraps(function)  # typer reads its signature
+    def run(**options: Any) -> Any:
+        require(f"lowtri {verb}", *VERBS[verb].packages)
+        return function(**options)
+
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # \b keeps the lines of the paragraph that follows: the two examples.
-    app.command(name=verb, help="\b\n" + inspect.cleandoc(function.__doc__ or ""))(function)
+    app.command(name=verb, help="\b\n" + inspect.cleandoc(function.__doc__ or ""))(run)
     return get_command(app)
 
 
@@ -182,8 +179,8 @@ def _lowtri(
     """
 
 
-for _verb, (_, _line) in VERBS.items():  # for the list in --help; resolve_command replaces them with the real commands
-    _app.command(name=_verb, help=_line)(lambda: None)
+for _verb, _one in VERBS.items():  # for the list in --help; resolve_command replaces them with the real commands
+    _app.command(name=_verb, help=_one.line)(lambda: None)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,9 @@ def _json_letter(letter: str) -> str:
     return "".join(f"\\u{int.from_bytes(units[i : i + 2], 'big'):04x}" for i in range(0, len(units), 2))
 
 
-def write(text: str, *, end: str = "\n", stream: TextIO | None = None, json: bool = False, colours: bool = False) -> None:
+def write(
+    text: str, *, end: str = "\n", stream: TextIO | None = None, json: bool = False, colours: bool = False
+) -> None:
     """Write a text to stdout, or to another stream, at once.
 
     Args:
