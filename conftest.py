@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import amx_emulated  # noqa: F401 - an instruction set, before lowtri chooses one
 import pytest
 
-import amx_emulated  # noqa: F401 - an instruction set, before lowtri chooses one
 from lowtri.backends.cpu import launch
 
 

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 import lowtri
 from lowtri.benching import facts
 from lowtri.files import write_text
-from lowtri.nn import Decoder
+from lowtri.nn import Decoder, DecoderConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RUNNERS = ("lowtri", "registered", "sdpa", "eager")
@@ -89,10 +89,10 @@ Case = tuple[str, dict[str, Any], Callable[[Any], Callable[[], float]], int]
 
 def cases(part: str, dtype: torch.dtype, runners: list[str]) -> Iterator[Case]:
     if part in ("decode", "prompt"):
-        folder = smollm2()
-        if folder is None:
+        found = smollm2()
+        if found is None:
             return
-        models = {name: loaded(folder, name, dtype) for name in runners if name != "eager"}
+        models = {name: loaded(found[0], name, dtype, found[1]) for name in runners if name != "eager"}
         agree(models, ids_of(64, 49152))
         if part == "decode":
             for after in AFTER:
@@ -114,15 +114,16 @@ def cases(part: str, dtype: torch.dtype, runners: list[str]) -> Iterator[Case]:
         yield f"{title}, training step at {TRAINED:,}", models, lambda model: trained(model, batch), TRAINED
 
 
-def smollm2() -> Path | None:
-    from lowtri.nn.gguf import converted
-    from lowtri.nn.names import PACKAGED
+def smollm2() -> tuple[Path, str] | None:
+    """The folder of SmolLM2's weights, and the name of the GGUF file in it."""
+    from lowtri.pretrained import find_model
 
     try:
-        return converted(PACKAGED["smollm2"].path(), print)
+        folder, gguf = find_model("smollm2")
     except lowtri.DataError as error:
         print(f"SmolLM2 is left out: {error}")
         return None
+    return folder, str(gguf)
 
 
 def llama_shaped(folder: Path, window: int | None) -> None:
@@ -138,13 +139,25 @@ def llama_shaped(folder: Path, window: int | None) -> None:
         MistralForCausalLM(MistralConfig(**sizes, sliding_window=window)).save_pretrained(folder)
 
 
-def loaded(folder: Path, runner: str, dtype: torch.dtype) -> Any:
-    if runner == "lowtri":
-        return Decoder.from_pretrained(folder, dtype=dtype).eval()
+def loaded(folder: Path, runner: str, dtype: torch.dtype, gguf: str | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
-    attention = {"registered": "lowtri"}.get(runner, runner)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+    attention = {"registered": "lowtri", "lowtri": "eager"}.get(runner, runner)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention, gguf_file=gguf)
+    return (as_decoder(model, dtype) if runner == "lowtri" else model).eval()
+
+
+def as_decoder(llama: Any, dtype: torch.dtype) -> Decoder:
+    """The same weights in lowtri's decoder, whose parameters have the same names."""
+    c = llama.config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
+    names += ["num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
+    sizes = {name: getattr(c, name) for name in names}
+    window = getattr(c, "sliding_window", None)
+    mask = "causal" if window is None else f"causal & window({window})"
+    decoder = Decoder(DecoderConfig(**sizes, rope_theta=c.rope_parameters["rope_theta"], mask=mask))
+    decoder.load_state_dict(llama.state_dict())
+    return decoder.to(dtype)
 
 
 def ids_of(n: int, vocabulary: int) -> torch.Tensor:

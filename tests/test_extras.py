@@ -107,17 +107,24 @@ def test_the_doctor_without_torch() -> None:
 
 
 def test_what_needs_another_package_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from lowtri.nn import Decoder, DecoderConfig, checkpoint
+    from lowtri.nn import Decoder, DecoderConfig
+    from lowtri.pretrained import find_model, read_model
 
-    for name in ("rich", "safetensors", "tokenizers"):
+    model = Decoder(DecoderConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    model.save(tmp_path / "saved")
+    for name in ("rich", "safetensors", "transformers", "gguf"):
         monkeypatch.setitem(sys.modules, name, None)
     assert "weights = softmax" in str(explain(([[1.0]], [[1.0]], [[1.0]]), mask="causal")), "text needs no package"
-    folder = tmp_path / "model"
-    with pytest.raises(ExtraError, match=r"needs safetensors, .*\nFix: pip install 'lowtri\[models\]'"):
-        checkpoint.save(Decoder(DecoderConfig(vocab_size=9, num_hidden_layers=1)), folder)
-    assert not folder.exists()
-    with pytest.raises(ExtraError, match=r"needs tokenizers, .*\nFix: pip install 'lowtri\[models\]'"):
-        checkpoint.load_tokenizer(tmp_path)
+    for needs in (lambda: model.save(tmp_path / "model"), lambda: Decoder.load(tmp_path / "saved")):
+        with pytest.raises(ExtraError, match=r"needs safetensors, .*\nFix: pip install 'lowtri\[torch\]'"):
+            needs()
+    assert not (tmp_path / "model").exists()
+    (tmp_path / "saved" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ExtraError, match=r"needs transformers, .*\nFix: pip install 'lowtri\[transformers\]'"):
+        read_model(tmp_path / "saved")
+    with pytest.raises(ExtraError, match=r"needs gguf, .*\nFix: pip install 'lowtri\[transformers\]'"):
+        find_model(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +150,6 @@ def test_extras_are_those_of_the_package() -> None:
 
 def test_every_missing_package_is_named() -> None:
     with pytest.raises(
-        ExtraError, match=r"^this needs gguf, which is not installed\.\nFix: pip install 'lowtri\[models\]'$"
+        ExtraError, match=r"^this needs gguf, which is not installed\.\nFix: pip install 'lowtri\[transformers\]'$"
     ):
         raise ExtraError(extras.missing("this", "gguf"))

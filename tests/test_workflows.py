@@ -35,7 +35,7 @@ def test_every_target_that_is_called_exists(path: Path) -> None:
     called = [target for job in read(path).values() for command in commands(job) for target in targets_called(command)]
     assert set(called) <= set(phony[1].split())
     if path.name == "ci.yml":
-        assert set(called) >= {"lint", "test", "sweeps", "test-floor", "docs", "dist"}
+        assert set(called) >= {"lint", "test", "test-newest", "sweeps", "test-floor", "docs", "dist"}
 
 
 def test_targets_are_read_from_commands() -> None:
@@ -55,3 +55,13 @@ def test_the_tests_run_on_every_system_and_every_python() -> None:
     assert set(matrix) == {"os", "python"} and set(matrix["os"]) == SYSTEMS
     assert job["runs-on"] == "${{ matrix.os }}" and commands(job)[-1] == "make PYTHON=python test"
     assert job["strategy"]["fail-fast"] is False
+
+
+def test_the_newest_versions_run_weekly_on_the_newest_python() -> None:
+    path = ROOT / ".github" / "workflows" / "ci.yml"
+    text = path.read_text(encoding="utf-8")
+    newest = re.findall(r"Python :: (3\.\d+)\"", (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[-1]
+    assert re.search(r"^  schedule:\n    - cron: \"\d+ \d+ \* \* \d\"", text, re.M)
+    (command,) = commands(read(path)["newest"])
+    assert f"PYTHON_NEWEST=python{newest} " in command and targets_called(command) == ["test-newest"]
+    assert "step test-newest" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

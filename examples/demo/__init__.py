@@ -4,7 +4,6 @@
     make tour                                  # the same acts at full size
     python examples/demo --part steps --part masks
 
-tour              the acts, in the order of the mission
-stage             what an act shows, how acts run, and the page that they make
-glassllm_weights  the weights of the package glassllm, as lowtri's Decoder
+tour    the acts, in the order of the mission
+stage   what an act shows, how acts run, and the page that they make
 """

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lowtri.nn.checkpoint import save
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -48,12 +47,10 @@ from demo.asked import (
     token_by_token,
     token_table,
 )
-from demo.glassllm_weights import GLASSLLM, load_glassllm
 from demo.named_models import NAMES, on_lowtri
 from demo.stage import Act, Context, Result
 from lowtri import plain
 from lowtri.cli.main import main as command
-from lowtri.errors import DataError
 from lowtri.explaining.example import worked
 from lowtri.lesson.languages import LANGUAGES, texts
 from lowtri.lesson.numbers import computed
@@ -507,8 +504,9 @@ def writing(context: Context) -> Result:
                     (title, f"{temperature:g}", f"{prompt!r} ... {_written(model, prompt, context, temperature)!r}")
                 )
         folder = title.replace(" ", "-")
-        save(model, context.out / folder, experiment.tokenizer)
-        for name in ("config.json", "model.safetensors"):
+        model.save(context.out / folder)
+        experiment.tokenizer.save(str(context.out / folder / "tokenizer.json"))
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
             result.file(f"{folder}/{name}")
     as_printed = (f"{title:<13}  {temperature:<3}  {text}" for title, temperature, text in rows)
     result.table(("trained", "temperature", "what it writes"), rows, "\n".join(as_printed))
@@ -557,11 +555,8 @@ def transformers_act(context: Context) -> Result:
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
-    experiment, folder = context.experiment, context.out / "switched"
-    save(experiment.models["causal"], folder, experiment.tokenizer)
-    for name in ("config.json", "model.safetensors"):
-        result.file(f"switched/{name}")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    experiment = context.experiment
+    model = _as_llama(experiment.models["causal"])
     ids = torch.tensor([experiment.tokenizer.encode(_PROMPTS[0]).ids])
     before, text = _logits(model, ids), _continued(model, ids)
     switch(model)
@@ -592,6 +587,23 @@ def transformers_act(context: Context) -> Result:
         result.check(f"{name}: {away:.1e} from eager, below {_DIFFERENCE:.0e}", away < _DIFFERENCE)
     result.table(("random weights", "greatest difference"), rows)
     return result
+
+
+def _as_llama(decoder: Decoder) -> Any:
+    """The same weights in the Llama of transformers, whose parameters have the same names."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = decoder.config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
+    names += ["num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
+    sizes: dict[str, Any] = {name: getattr(c, name) for name in names}
+    sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_theta}
+    sizes["eos_token_id"] = None if c.eos_token_id is None else list(c.eos_token_id)
+    config = LlamaConfig(**sizes)
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config).eval()
+    model.load_state_dict(decoder.state_dict())
+    return model
 
 
 def _others(tf: Any) -> dict[str, Any]:
@@ -638,58 +650,6 @@ def _continued(model: Any, ids: Tensor) -> Tensor:
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     continued: Tensor = model.generate(ids, **options)
     return continued
-
-
-_QUEEN = ("The Queen said", "Alice was ", "“Off with")
-
-
-@act("glassllm", "Weights that others trained")
-def glassllm_act(context: Context, load: Callable[[], Decoder] = load_glassllm) -> Result:
-    """glassllm, 0.85 million parameters trained on Alice, in lowtri's Decoder, compared with the package's own forward in NumPy.
-
-    Args:
-        load: the function that reads the weights.
-    """
-    result, new = context.result(), 40
-    try:
-        model = load()
-        import glassllm
-    except (DataError, ImportError):
-        result.say(f"Left out: its weights are not installed. {GLASSLLM.install}")
-        return result
-    theirs, tokenizer = glassllm.load_pretrained("en")
-    ids = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, model.config.max_position_embeddings))
-    with torch.no_grad():
-        away = float(np.abs(model(torch.from_numpy(ids)).numpy() - theirs(ids).data).max())
-    result.check(f"logits at {ids.size} positions: at most {away:.0e} from the package's, below 1e-04", away < 1e-4)
-    rows, same = [], []
-    for prompt in _QUEEN:
-        started = time.perf_counter()
-        written = "".join(lowtri.generate(model, prompt, new))
-        seconds = time.perf_counter() - started
-        steps = theirs.generate(tokenizer.encode(prompt), new, greedy=True)
-        same.append(tokenizer.decode([step.token for step in steps]) == written)
-        random = "".join(lowtri.generate(model, prompt, new, temperature=0.7, seed=1))
-        rows.append(("0", f"{prompt!r} ... {written!r}   ({new / seconds:.0f} tokens/s)"))
-        rows.append(("0.7", f"{prompt!r} ... {random!r}"))
-    as_printed = (f"{temperature:<3}  {text}" for temperature, text in rows)
-    result.table(("temperature", "what it writes"), rows, "\n".join(as_printed))
-    result.check(
-        f"greedily it writes what the package writes, token by token: {sum(same)} of {len(same)} texts", all(same)
-    )
-    assert model.tokenizer is not None
-    prompt_ids = model.tokenizer.encode(_QUEEN[0] + " to the King").ids
-    labels = [model.tokenizer.decode([token]) for token in prompt_ids]
-    explained = lowtri.explain(model, torch.tensor(prompt_ids), tokens=labels)
-    weights = explained["weights"].value
-    weight_map = lowtri.show(weights, tokens=labels, mask="causal")
-    result.picture("glassllm-weights.svg", weight_map, str(weight_map))
-    result.check("in its first head, each token's weights sum to 1", np.allclose(weights.sum(-1), 1))
-    report = lowtri.audit(model, torch.from_numpy(ids[:, :16]), mask="causal", progress=False)
-    result.say(report.message)
-    result.check(f"the audit: {report.verdict}", report.ok)
-    result.file("glassllm.txt", result.text + "\n")
-    return result
 
 
 _PAGE_BYTES = 2_000_000

@@ -44,10 +44,8 @@ def examine(measure: bool = True, progress: Callable[[str], None] = lambda _: No
     report["cpu"]["last_cache_bytes"] = last_cache_bytes()
     if torch is None:
         problems.append(missing("attention of tensors, with gradients, and every model", "torch"))
-    if reason := library.unusable():
-        problems.append(
-            f"there are no kernels, attention runs on torch's own or on the formula, correct and slower: {reason}."
-        )
+    if sentence := library.without_kernels():
+        problems.append(sentence)
         return report
     from lowtri.kernels import target  # raises if LOWTRI_ISA names what this CPU or the library does not have
 

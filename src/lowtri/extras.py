@@ -12,14 +12,12 @@ from lowtri.errors import ExtraError
 
 EXTRAS = {  # package -> the extra that installs it
     "torch": "torch",
+    "safetensors": "torch",
     "typer": "cli",
     "rich": "cli",
-    "safetensors": "models",
-    "tokenizers": "models",
-    "huggingface_hub": "models",
-    "gguf": "models",
-    "jinja2": "transformers",
     "transformers": "transformers",
+    "gguf": "transformers",
+    "jinja2": "transformers",
     "matplotlib": "plot",
 }
 

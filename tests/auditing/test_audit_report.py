@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from lowtri.nn.checkpoint import save
+from model_files import decoder_folder, recurrent_folder, transformers_folder
 
 import lowtri
 from lowtri.auditing.audit import progress_line
@@ -199,8 +198,8 @@ def test_targets(tmp_path: Path) -> None:
             r"called sys.exit\(0\) when it was imported or called.\nFix: .* under if __name__",
         ),
         (f"{tmp_path / 'absent.py'}:make", "no such file"),
-        (str(tmp_path), "no readable config.json"),
-        (str(tmp_path / "absent"), "neither a folder with a config.json nor FILE.py:make_model"),
+        (str(tmp_path), "has no config.json. Fix: "),
+        (str(tmp_path / "absent"), "absent is not a folder or a GGUF file. Fix: "),
     ):
         with pytest.raises(DataError, match=words):
             load_target(text)
@@ -231,22 +230,18 @@ def test_a_function_that_returns_something_odd(
 
 
 def test_folders_of_ours_and_of_transformers(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = lowtri.nn.DecoderConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mask="causal & window(5)"
-    )
-    save(lowtri.nn.Decoder(config), tmp_path / "ours")
-    target = load_target(str(tmp_path / "ours"))
-    assert target.arguments == {"layers": 2} and repr(target.mask) == "causal & window(5)"
-    report = lowtri.audit(target.model, target.example, mask=target.mask, **target.arguments)
-    assert report.ok, report
-    data = json.loads((tmp_path / "ours" / "config.json").read_text())
-    del data["lowtri_mask"]
-    (tmp_path / "ours" / "config.json").write_text(json.dumps(data))
-    theirs = load_target(str(tmp_path / "ours"))
+    ours = load_target(str(decoder_folder(tmp_path / "ours", mask="causal & window(5)")))
+    assert ours.arguments == {"layers": 2} and repr(ours.mask) == "causal & window(5)"
+    theirs = load_target(str(transformers_folder(tmp_path / "theirs", "Mistral", sliding_window=5)))
     assert type(theirs.model).__name__ == "MistralForCausalLM"
     assert (theirs.mask, theirs.arguments) == ("causal & window(5)", {"layers": 2})
-    assert lowtri.audit(theirs.model, theirs.example, probes=["change"]).ok
+    for target in (ours, theirs):
+        report = lowtri.audit(
+            target.model, target.example, mask=target.mask, **target.arguments, probes=["change"], progress=False
+        )
+        assert report.ok, report
+    recurrent = load_target(str(recurrent_folder(tmp_path / "recurrent")), length=8)
+    assert repr(recurrent.mask) == "causal" and recurrent.example.shape == (2, 8)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -15,11 +15,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-
-import lowtri
-from lowtri.cli.main import main
-from lowtri.cli.models import _until
-from lowtri.integrations.transformers import load_model
 from model_files import (
     SIZES,
     decoder_folder,
@@ -30,6 +25,11 @@ from model_files import (
     transformers_folder,
     varied,
 )
+
+import lowtri
+from lowtri.cli.main import main
+from lowtri.cli.models import _until
+from lowtri.integrations.transformers import load_model
 
 
 def says(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """The rows of docs/conventions.md about FlashAttention, whose package cannot be installed without a GPU.
 
-Its side is tests/support/flash_reference.py, flash-attn's documented formulas in float64. Each test compares it with lowtri.attention, and with
-the function of lowtri.integrations.flash_attn that has the same name.
+Its side is tests/support/flash_reference.py, flash-attn's documented formulas in float64. Each test compares it with
+lowtri.attention, and with the function of lowtri.integrations.flash_attn that has the same name.
 """
 
 from __future__ import annotations

@@ -260,6 +260,18 @@ def test_other_classes_with_the_names_of_projections_are_refused() -> None:
 
     with pytest.raises(lowtri.CallError, match="Lookalike has no attention that explain can open"):
         lowtri.explain(Lookalike(), X, mask="causal")
+
+
+def test_projections_that_are_no_linear_maps_are_refused() -> None:
+    class Matrices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.W_q = self.W_k = self.W_v = nn.Parameter(torch.eye(2))
+
+    with pytest.raises(
+        lowtri.CallError, match=r"W_q of Matrices is Parameter, expected a linear map.*\nFix: explain\(\(q, k, v\)"
+    ):
+        lowtri.explain(Matrices(), X, mask="causal")
     fused = MultiHeadAttention(16, 4)
     fused.fuse_projections()
     with pytest.raises(lowtri.CallError, match=r"joined projections.*\nFix: explain before fuse_projections"):

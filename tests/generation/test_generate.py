@@ -257,6 +257,52 @@ def test_a_model_of_transformers(cached):
         assert [token for token in row if token is not None] == expected
 
 
+def mamba():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=24, num_hidden_layers=2, state_size=4, eos_token_id=None)
+    model = MambaForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+def shapes_of_forwards(model):
+    """The shape of the ids of each forward from now on."""
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
+
+
+@pytest.mark.not_emulated
+@pytest.mark.parametrize("make", [llama, mamba])
+def test_a_cached_model_of_transformers_computes_each_token_once(make):
+    model, rows = make(), prompts(7, 2, 11)
+    shapes = shapes_of_forwards(model)
+    alone = [list(generate(model, row, 6)) for row in rows]
+    assert shapes == [(1, 7), *[(1, 1)] * 5, (1, 2), *[(1, 1)] * 5, (1, 11), *[(1, 1)] * 5]
+    shapes.clear()
+    together = list(generate(model, rows, 6))
+    assert shapes == [(3, 11), *[(3, 1)] * 5]  # padded on the left
+    assert [list(row) for row in zip(*together, strict=True)] == alone
+    shapes.clear()
+    assert list(generate(model, rows[0], 6, cached=False)) == alone[0]
+    assert shapes == [(1, n) for n in range(7, 13)]
+
+
+def test_a_model_that_returns_no_cache_is_named():
+    class Forgetful(torch.nn.Module):
+        def forward(self, input_ids, past_key_values=None, use_cache=False):
+            return torch.zeros(*input_ids.shape, VOCABULARY)
+
+    with pytest.raises(CallError, match=r"Forgetful takes past_key_values, but returned no cache.*\nFix: cached=False"):
+        list(generate(Forgetful(), [1, 2], 3))
+
+
 def test_an_encoder_decoder_is_refused_with_the_fix():
     class T5:
         class config:

@@ -168,7 +168,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("name", ["function", "both", "partial", "method"])
-def test_a_trace_is_kept_until_what_it_reads_changes(name):
+def test_a_trace_is_kept_and_knows_what_its_arrays_hold(name):
     reader, ids = Reader(), Reader.ids.clone()
     reader.ids, near = ids, partial(lambda n, b, h, q, k: q - k < n, 9)
     fn = {
@@ -179,8 +179,9 @@ def test_a_trace_is_kept_until_what_it_reads_changes(name):
     }[name]
     first = trace(fn, "cpu")
     assert first is not None and trace(fn, "cpu") is first
-    ids[:] = 0
-    second = trace(fn, "cpu")
-    assert second is not first and trace(fn, "cpu") is second
+    before = first.content()
+    assert before == first.content() and None not in before
+    ids.numpy()[:] = 0
+    assert trace(fn, "cpu") is first and first.content() != before
     reader.n = 20
-    assert (trace(fn, "cpu") is second) == (name != "method")
+    assert (trace(fn, "cpu") is first) == (name != "method")

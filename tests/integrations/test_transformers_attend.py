@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from cache_names import cache_in, cache_name
 from torch import Tensor
 
 import lowtri
@@ -192,6 +193,10 @@ def test_keys_that_an_indexer_chose(indices: Tensor) -> None:
 
 REFUSED = {
     "a paged cache": ({"cache": object()}, r"got a paged cache.*\nFix: attn_implementation=\"sdpa\" for continuous"),
+    "keys in blocks": (
+        {"read_index": [torch.zeros(4)]},
+        r"got a paged cache.*\nFix: attn_implementation=\"sdpa\" for cont",
+    ),
     "alibi": ({"alibi": torch.zeros(1)}, r"passes alibi, and lowtri would have to leave it out.\nFix: attn_impl"),
     "a head mask": ({"head_mask": torch.ones(4)}, "passes head_mask"),
 }
@@ -236,18 +241,25 @@ def test_names_of_transformers_are_rejected(name: str) -> None:
 
 
 def test_switch_rejects_models_with_attention_of_their_own() -> None:
-    gptj = tf.GPTJForCausalLM(tf.GPTJConfig(vocab_size=99, n_embd=32, n_layer=1, n_head=4, rotary_dim=4))
+    size = {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+    }
+    deberta = tf.DebertaModel(tf.DebertaConfig(**size))
     with pytest.raises(
         EngineError,
-        match=r"switch: GPTJForCausalLM, GPTJModel has attention code of its own .*\nFix: keep",
+        match=r"switch: DebertaModel, DisentangledSelfAttention has attention code of its own .*\nFix: keep",
     ):
-        switch(gptj)
+        switch(deberta)
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
     sam = tf.SamVisionModel(tf.SamVisionConfig(**vision, output_channels=16, global_attn_indexes=[0], mlp_dim=64))
     with pytest.raises(EngineError, match="switch: SamVisionSdpaAttention has attention code of its own"):
         switch(sam)
     with pytest.raises(EngineError, match=r'switch: "other" is not registered. Fix: register\("other"\)'):
-        switch(gptj, "other")
+        switch(deberta, "other")
     falcon = tf.FalconForCausalLM(
         tf.FalconConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     )
@@ -326,7 +338,7 @@ def test_sliding_caches_forget_and_the_tokens_are_the_same() -> None:
     switch(model)
     for more in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
         assert torch.equal(model.generate(ids, **options, **more), expected), more
-    cache = model(ids.repeat(1, 8), use_cache=True).past_key_values
+    cache = cache_in(model(ids.repeat(1, 8), use_cache=True))
     assert cache.layers[0].keys.shape[2] == 7  # the window without the next token
 
 
@@ -334,7 +346,7 @@ def test_chunked_prefill_continues_where_it_stopped() -> None:
     model, ids = llama(), torch.randint(3, 99, (2, 24))
     whole = model(ids).logits
     first = model(ids[:, :10], use_cache=True)
-    second = model(ids[:, 10:], past_key_values=first.past_key_values).logits
+    second = model(ids[:, 10:], **{cache_name(model): cache_in(first)}).logits
     torch.testing.assert_close(torch.cat([first.logits, second], 1), whole)
 
 
@@ -411,7 +423,7 @@ def test_compiled_the_answers_are_the_same() -> None:
 
 
 def test_a_dense_mask_made_in_inference_mode() -> None:
-    with torch.inference_mode():  # such tensors have no version, so they are never remembered
+    with torch.inference_mode():  # torch does not count the changes of such tensors
         table = torch.ones(1, 1, NQ, NK, dtype=torch.bool)
         assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask == full()
         table[..., 0] = False

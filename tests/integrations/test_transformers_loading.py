@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from model_files import SIZES, decoder_folder, gguf_file, hub_cache, recurrent_folder, transformers_folder, varied
 
 import lowtri
 from lowtri.errors import DataError, EngineError, MaskError
 from lowtri.integrations.transformers import load_model
 from lowtri.nn import Decoder, RecurrentLM
-from model_files import SIZES, decoder_folder, gguf_file, hub_cache, recurrent_folder, transformers_folder, varied
 
 NAME = "some-org/a.model_1"
 FORMS: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -101,7 +101,7 @@ def test_a_mask_reaches_every_layer(form: str, models: dict[str, Path]) -> None:
 
 def test_a_recurrent_model_takes_no_other_mask(models: dict[str, Path]) -> None:
     assert load_model(models["recurrent"], mask="causal").model.mask == lowtri.causal()
-    with pytest.raises(lowtri.CallError, match="a recurrent model is causal. Fix: no mask"):
+    with pytest.raises(lowtri.CallError, match=r"a recurrent model is causal\. Fix: no mask"):
         load_model(models["recurrent"], mask="full")
 
 

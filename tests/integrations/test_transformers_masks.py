@@ -47,7 +47,8 @@ def functions(draw: st.DrawFn, depth: int = 2) -> Callable[..., Any]:
         inner = draw(functions(depth=0))
         ids = theirs.find_packed_sequence_indices(places)
         ids = torch.zeros_like(places) if ids is None else ids
-        return theirs.packed_sequence_compatibility_function(inner, places, ids)
+        packed = theirs.packed_sequence_mask_function(ids)
+        return theirs.and_masks(packed, theirs.remap_positions_for_packed_sequence(inner, places))
     made = {
         "full": lambda: theirs.bidirectional_mask_function,
         "newest": lambda: theirs.sliding_window_overlay(n),

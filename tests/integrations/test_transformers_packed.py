@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from cache_names import cache_in, cache_name
 from torch import Tensor
 
 import lowtri
-from lowtri.compat.model_caches import cache_argument, cache_of, crop_cache
+from lowtri.compat.model_caches import crop_cache
 from lowtri.errors import CallError, EngineError
 from lowtri.integrations.transformers import register, switch, use
 from lowtri.integrations.transformers.packing import Packing
@@ -149,7 +150,7 @@ def test_each_row_of_a_batch_has_its_own_documents() -> None:
         numbers = (both == 0).cumsum(1)
         close(model(ids, position_ids=both, seq_idx=numbers).logits, expected)
         close(model(ids, position_ids=PLACES).logits, torch.cat([expected[:1], alone(model, ids[1:])]))
-        again = {cache_name(model): cache_of(found)[1]}  # type: ignore[index]
+        again = {cache_name(model): cache_in(found)}
         with pytest.raises(CallError, match=r"rows that are packed differently.*\nFix: rows packed alike, one row"):
             model(ids[:, :1], **again)
 
@@ -185,12 +186,6 @@ def test_left_padding_is_no_document(static: bool) -> None:
 # Caches.
 
 
-def cache_name(model: Any) -> str:
-    name = cache_argument(["use_cache", *type(model).forward.__wrapped__.__code__.co_varnames], model)
-    assert name is not None
-    return name
-
-
 def last_alone(model: Any, ids: Tensor, more: Tensor) -> Tensor:
     """Logits of the tokens that continue the last document, with it alone."""
     with torch.no_grad():
@@ -216,7 +211,7 @@ def test_a_cache_that_the_model_makes_remembers_too_and_after_a_crop() -> None:
     model, ids, more = model_of("llama"), ids_of(), ids_of(seed=2)[:, :3]
     argument = cache_name(model)
     with torch.no_grad():
-        kept = cache_of(model(ids, position_ids=PLACES))[1]  # type: ignore[index]
+        kept = cache_in(model(ids, position_ids=PLACES))
         model(more, position_ids=torch.arange(4, 7)[None], **{argument: kept})
         crop_cache(kept, N, N + 3)
         close(
@@ -246,9 +241,9 @@ def test_positions_at_0_after_cached_keys_say_nothing() -> None:
         whole = model(ids, position_ids=torch.cat([torch.arange(12), torch.zeros(4, dtype=torch.long)])[None] * 0 + 3)
         first = model(ids[:, :12], position_ids=torch.full((1, 12), 3))
         places = torch.full((1, 4), 3)
-        second = model(ids[:, 12:], position_ids=places, **{argument: cache_of(first)[1]})  # type: ignore[index]
+        second = model(ids[:, 12:], position_ids=places, **{argument: cache_in(first)})
         close(torch.cat([first.logits, second.logits], 1), whole.logits)
-        kept = cache_of(model(ids[:, :12]))[1]  # type: ignore[index]
+        kept = cache_in(model(ids[:, :12]))
         theirs = copy.deepcopy(model)
         theirs.set_attn_implementation("sdpa")
         other = copy.deepcopy(kept)
@@ -332,7 +327,7 @@ def test_documents_over_rows_and_later_bounds_are_refused() -> None:
     model, ids = model_of("llama"), ids_of(2)
     with pytest.raises(CallError, match=r"runs from row 0 into row 1, which it cannot see\.\nFix: one row, or"):
         model(ids, cu_seq_lens_q=torch.tensor([0, 20, 32]))
-    kept = cache_of(model(ids))[1]  # type: ignore[index]
+    kept = cache_in(model(ids))
     with pytest.raises(CallError, match=r"got cu_seq_lens_q with a cache of 16 tokens.*\nFix: no cu_seq_lens_q after"):
         model(ids[:, :2], cu_seq_lens_q=torch.tensor([0, 1, 2, 4]), **{cache_name(model): kept})
 
@@ -357,7 +352,7 @@ def test_a_layer_reads_bounds_by_itself_where_the_model_is_registered_only() -> 
     model, ids = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZE, attn_implementation="lowtri")).eval(), ids_of()
     with torch.no_grad():
         close(model(ids, position_ids=PLACES, **FLASH).logits, alone(model, ids))
-        kept = cache_of(model(ids[:, :5]))[1]  # type: ignore[index]
+        kept = cache_in(model(ids[:, :5]))
         with pytest.raises(
             CallError, match=r"got cu_seq_lens_q in a layer of 2 queries and 7 keys.*\nFix: use_cache=False"
         ):

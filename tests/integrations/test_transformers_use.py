@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from cache_names import cache_name
 from torch import Tensor
 
 import lowtri
@@ -221,7 +222,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "both sides": ("llama", "band(3, 1)", {}, r"band\(3, 1\) shows the query at 11 the key at 12, which is computed only after it"),
     "what was dropped": (
         "mistral", "causal & (window(4) | first(1))", {},
-        r"shows the query at 12 the key at 0, which the model's cache has dropped\.\nFix: past_key_values=",
+        r"shows the query at 12 the key at 0, which the model's cache has dropped\.\nFix: (cache|past_key_values)=",
     ),
 }  # fmt: skip
 
@@ -238,9 +239,8 @@ def test_generate_refuses_what_a_cache_cannot_serve(why: str) -> None:
 
 def test_a_cache_that_drops_nothing_serves_wider_masks() -> None:
     (theirs, ours), ids, mask = pair("mistral"), ids_of(), "causal & (window(4) | first(1))"
-    found = use(ours, mask=mask).generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=tf.DynamicCache(), **OPTIONS
-    )
+    own = {cache_name(ours): tf.DynamicCache()}
+    found = use(ours, mask=mask).generate(ids, attention_mask=torch.ones_like(ids), **own, **OPTIONS)
     use(ours, mask=None)
     assert torch.equal(found, greedy(theirs, ids, mask, 4))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from numba import types
 
 import lowtri
+from lowtri.dispatch.choose import _warn_without_kernels
 from lowtri.errors import EngineError
 from lowtri.kernels import abi, library, target
 from lowtri.kernels.device import RecordType, device_function
@@ -106,7 +108,13 @@ def test_a_library_that_cannot_be_used_says_why_and_torch_runs(native: Path, har
     import torch
 
     q = torch.randn(1, 2, 600, 32)
-    choice = lowtri.which_engine(q, q, q, "causal")
+    _warn_without_kernels.cache_clear()
+    sentence = (
+        f"lowtri: there are no kernels, attention runs on torch's own or on the formula, correct and slower: {words}."
+    )
+    with pytest.warns(UserWarning, match=re.escape(sentence)):
+        choice = lowtri.which_engine(q, q, q, "causal")
+    lowtri.attention(q, q, q, "window(8)")  # warned of once: a second warning would be an error
     assert choice.engine == "sdpa" and choice.answers["cpu"] == f"no: {words}"
     with pytest.raises(EngineError, match="Fix: pip install --force-reinstall"):
         library.code(READ)

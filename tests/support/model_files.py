@@ -72,7 +72,7 @@ def gguf_file(path: Path) -> Path:
     """A Llama of one layer as a GGUF file, with a byte-level tokenizer and a chat template."""
     import gguf
 
-    vocabulary = sorted(tokenizer().get_vocab(), key=tokenizer().token_to_id) + ["ab"]
+    vocabulary = [*sorted(tokenizer().get_vocab(), key=tokenizer().token_to_id), "ab"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)

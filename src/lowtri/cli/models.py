@@ -15,7 +15,6 @@ from lowtri.cli.options import (
     Model,
     Seed,
     Threads,
-    Weights,
     load_model,
     many,
     note,

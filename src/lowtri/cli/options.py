@@ -59,13 +59,6 @@ Model = Annotated[
 ]
 Seed = Annotated[int, option("The same seed gives the same result.", min=0, max=2**63 - 1)]
 Threads = Annotated[int | None, option("Threads to compute with.", min=1, max=1024, show_default="torch's own choice")]
-Weights = Annotated[
-    str | None,
-    option(
-        "Store the linear layers' weights as float16, int8, bf16 or float32, for generating.",
-        show_default="as they are",
-    ),
-]
 Report = Annotated[
     Path | None,
     output_file(

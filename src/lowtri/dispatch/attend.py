@@ -226,7 +226,11 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array
 
     Source: the split softmax of FlashAttention (Dao et al. 2022) and ring attention (Liu et al. 2023).
     """
-    outputs, lses = list(outputs), list(lses)
+    try:
+        outputs, lses = list(outputs), list(lses)
+    except TypeError:
+        kinds = f"{type(outputs).__name__} and {type(lses).__name__}"
+        raise CallError(f"merge: got {kinds}, but it takes a list of outputs and a list of lses.") from None
     if not outputs or len(outputs) != len(lses):
         raise CallError(
             f"merge: {len(outputs)} outputs and {len(lses)} lses; there is one of each for every set of keys."

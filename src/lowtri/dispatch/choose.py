@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -113,6 +114,8 @@ def load(name: str) -> Backend:
 def choose(call: Call, name: str, *, exclude: str | None = None) -> str:
     """The name of the backend that runs the call. ``name`` is a backend or "auto", which never chooses ``exclude``."""
     if name == "auto":
+        if call.device == "cpu":
+            _warn_without_kernels()
         for rule in RULES:
             if rule.backend != exclude and _why_not(rule.backend, call) is None and rule.why_not(call) is None:
                 return rule.backend
@@ -126,6 +129,15 @@ def choose(call: Call, name: str, *, exclude: str | None = None) -> str:
         f'attention: engine "{name}" cannot run this call, and it was requested by name.\n  {call}\n{listed}\n'
         f'Fix: drop engine="{name}", or change what it names.'
     )
+
+
+@cache
+def _warn_without_kernels() -> None:
+    """Tell once in a process that calls run without the kernels, which is otherwise seen in their time alone."""
+    from lowtri.kernels.library import without_kernels
+
+    if sentence := without_kernels():
+        warnings.warn(f"lowtri: {sentence}", stacklevel=2)
 
 
 def explain_choice(call: Call, name: str, excluded: str | None, by_name: bool) -> Choice:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowtri.backends import GradientSource
 from lowtri.compat.torch_private import outside_graph, recording_gradients
+from lowtri.dispatch.exported import exports_to_onnx, formula_for_onnx
 from lowtri.dispatch.prepared import CachedCall, autocast_device, prepared_call, run_eagerly, without_autocast
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
@@ -222,6 +223,8 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
         raise CallError('attention: bias is a CausalBias, which has no data. Fix: the mask "causal".')
     if not isinstance(mask, (Mask, str)):
         as_mask(mask, "attention: mask")  # raises with the fix
+    if exports_to_onnx():
+        return formula_for_onnx(q, k, v, mask, options)
     text, arrays = pack(mask) if isinstance(mask, Mask) else (mask, [])
     if _strictly_exporting() and not all(isinstance(array, Tensor) for array in arrays):
         raise MaskError(

@@ -147,11 +147,7 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> tuple[Mask
     if kind != "bool" and "float" not in kind:
         raise _error(f"attn_mask is {kind}, but it takes bools (True = attend) or numbers to add. Fix: attn_mask != 0.")
     padded = (1,) * (len(shape) - len(given_shape)) + given_shape
-    if (
-        not given_shape
-        or len(padded) > len(shape)
-        or any(n not in (1, m) for n, m in zip(padded, shape, strict=True))
-    ):
+    if not given_shape or len(padded) > len(shape) or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
         raise _error(f"attn_mask is {given_shape}, which does not broadcast to {shape}.")
     if math.prod(padded[:-3]) > 1:  # leading dimensions are flattened, as those of query are
         padded = (*shape[:-3], *padded[-3:])

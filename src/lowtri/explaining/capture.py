@@ -88,7 +88,14 @@ def capture_module(
     what: Any, inputs: Any, *, position: Any, heads: int, layer: int, mask: Mask | str | None, batch: int | None = None
 ) -> Captured:
     """What a module computes from ``inputs`` on the way into attention."""
-    if all(hasattr(getattr(what, name, None), "weight") for name in ("W_q", "W_k", "W_v")):
+    projections = {name: getattr(what, name) for name in ("W_q", "W_k", "W_v") if hasattr(what, name)}
+    for name, part in projections.items():
+        if len(projections) == 3 and not hasattr(part, "weight"):
+            raise CallError(
+                f"explain: {name} of {type(what).__name__} is {type(part).__name__}, expected a linear map with a weight.\n"
+                "Fix: explain((q, k, v), mask=...) with what the module computes from its input."
+            )
+    if len(projections) == 3:
         return _plain_module(what, inputs, position, heads, batch)
     if position is not None or heads != 1:
         raise CallError("explain: position and heads are for a module with W_q, W_k and W_v. Fix: leave them out.")

@@ -277,8 +277,8 @@ class KVCache:
 
         Source: positions counted within the cache, as in StreamingLLM (Xiao et al. 2023).
         """
-        if keep < 0:
-            raise CallError(f"shift: keep is {keep}; it counts positions, from 0.")
+        if not 0 <= keep <= POSITION_MAX:
+            raise CallError(f"shift: keep is {shown(keep)}; it counts positions, from 0 to 2**62.")
         self._check_complete("shift")
         moved = self._slots.shift(keep)
         if turn is None or not moved.any():

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         cached: bool
 
 
-_END = "<|end|>"  # the end-of-document token of tokenizers that lowtri trains
+_END = "<|end|>"  # what ends a document for the tokenizers of examples/train
 _CONTEXT = 8  # earlier tokens that are decoded again with each new one
 
 
@@ -210,6 +210,8 @@ def _generators(seed: int | Sequence[int], rows: int) -> list[np.random.Generato
     """One for each row; row 0 of a single seed samples what a single prompt samples with it."""
     if isinstance(seed, int | np.integer):
         pairs = [(int(seed), b) for b in range(rows)]
+    elif not isinstance(seed, Sequence | np.ndarray) or np.ndim(seed) != 1:
+        raise CallError(f"generate: seed is {seed!r:.60}; it is an integer, at least 0, or one for each row.")
     elif len(seed) == rows:
         pairs = [(int(row_seed), 0) for row_seed in seed]
     else:
@@ -217,6 +219,10 @@ def _generators(seed: int | Sequence[int], rows: int) -> list[np.random.Generato
     if any(row_seed < 0 for row_seed, _ in pairs):
         raise CallError(f"generate: seed is {seed}; it is an integer, at least 0.")
     return [np.random.default_rng(pair) for pair in pairs]
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | np.integer | np.floating)
 
 
 @dataclass(frozen=True)
@@ -232,14 +238,15 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
+        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             raise CallError(
                 f"temperature is {self.temperature}; expected a number, at least 0. "
                 "Fix: 0 for greedy decoding, 1 for the model's own probabilities."
             )
-        if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
+        counts = _is_number(self.top_k) and 1 <= self.top_k < float("inf") and self.top_k == int(self.top_k)
+        if self.top_k is not None and not counts:
             raise CallError(f"top_k is {self.top_k}; it counts tokens, at least 1. Fix: top_k=None keeps all.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise CallError(
                 f"top_p is {self.top_p}; expected a probability above 0, at most 1. Fix: top_p=None keeps all."
             )

@@ -3,24 +3,24 @@
 A table is boolean or additive (added to the scores). A boolean table is read as torch's SDPA reads it, True = may see, or as
 ``nn.MultiheadAttention`` does, True = hidden. An additive one hides a pair with -inf or with the smallest value of its dtype; any other
 value but 0 is a bias. The last row of a table is that of the last key; where there are more queries than keys, the first row is that of
-the first key. A table is read once for all layers of a forward; inside torch.compile and torch.export it stays a tensor.
+the first key. Each call reads its table; what it is as a mask is found by its content. Inside torch.compile and torch.export it stays
+a tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtri.compat.torch_private import version_of
 from lowtri.errors import CallError
+from lowtri.integrations.content import content_of
 from lowtri.masks.array_masks import Keys, keys, table
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.formulas import Band, causal, full
@@ -162,9 +162,26 @@ class MaskAndBias(NamedTuple):
     bias: Tensor | None
 
 
-# tensor -> ((version, sizes, dtype), lazy mask, whether there is no bias). Entries are removed with their tensor; a bias is not
-# stored, since it would keep its own key alive.
-_read: Any = WeakTensorKeyDictionary()
+@dataclass
+class _Shown:
+    """The visible pairs of a table (B|1, H|1, Nq|1, Nk|1), compared by their digest."""
+
+    array: NDArray[np.bool_] | None
+    digest: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shown) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+@lru_cache(maxsize=16)  # of the tables that the layers of a few models share
+def _lazy_mask_of(shown: _Shown, nq: int, nk: int) -> LazyMask:
+    """The mask of a table; the same object, with what was worked out from it, for a table with the same pairs."""
+    visible, shown.array = shown.array, None  # what is kept must not keep the user's memory
+    assert visible is not None
+    return LazyMask(_simplest_mask(visible, nq, nk), max(nk - nq, 0), nq, 0, nk)
 
 
 def read_dense_mask(
@@ -194,18 +211,13 @@ def read_dense_mask(
     """
     mask = plain_array(name[1], mask, name[0])
     shape = _in_four(mask, nq, nk, name)
-    version = version_of(mask)
-    key = (version, nq, nk, dtype, true_hides)
-    entry = None if version is None else _read.get(mask)
-    if entry is None or entry[0] != key:
-        visible = _visible(mask.detach().reshape(shape), dtype, true_hides)
-        is_bool = mask.dtype == torch.bool or bool(((mask.detach().reshape(shape) == 0) | ~visible).all())
-        lazy = LazyMask(_simplest_mask(visible.cpu().numpy(), nq, nk), max(nk - nq, 0), nq, 0, nk)
-        entry = (key, lazy, is_bool)
-        if version is not None:  # else a change in place would go unnoticed
-            _read[mask] = entry
-    _, lazy, is_bool = entry
-    return MaskAndBias(lazy, None if is_bool and not mask.requires_grad else mask.reshape(shape))
+    numbers = mask.detach().reshape(shape)
+    visible = _visible(numbers, dtype, true_hides)
+    only_hides = mask.dtype == torch.bool or bool(((numbers == 0) | ~visible).all())
+    digest = content_of(visible)
+    shown = _Shown(visible.cpu().numpy(), digest or "")
+    lazy = _lazy_mask_of(shown, nq, nk) if digest else _lazy_mask_of.__wrapped__(shown, nq, nk)
+    return MaskAndBias(lazy, None if only_hides and not mask.requires_grad else mask.reshape(shape))
 
 
 def read_table(

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowtri.compat.torch_private import TorchDispatchMode, operation_name, outside_graph, version_of
+from lowtri.compat.torch_private import TorchDispatchMode, operation_name, outside_graph
+from lowtri.integrations.content import content_of
 from lowtri.masks.label_masks import RangeMinMax
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import POSITION_MAX, Interval, Positions, Truth, within
@@ -119,17 +120,21 @@ class Node:
                 nodes.update(nodes_in((*node.args, *node.kwargs.values())))
         return [node for node in self.before if node in nodes]
 
+    def content(self) -> tuple[str | None, ...] | None:
+        """Digests of the arrays that the value comes from, as they are now; None if one cannot be read."""
+        digests = tuple(content_of(node.value) for node in self.needed() if node.value is not None)
+        return None if None in digests else digests
+
     def program(self, by_identity: bool = False) -> tuple[Any, ...]:
         """Equal for nodes with equal values, whatever the indices.
 
-        An array equals nothing else or, by identity, itself as long as no operation changes it in place.
+        An array equals nothing else or, by identity, itself, whatever it holds (:meth:`content`).
         """
         number = {node: i for i, node in enumerate(self.needed())}
 
         def key(node: Node) -> Any:
             if node.call is None:
-                version = version_of(node.value) if node.key is None and by_identity else None
-                return node.key or (object() if version is None else (id(node.value), version))
+                return node.key or (id(node.value) if by_identity else object())
             arguments = _mapped((node.args, *node.kwargs.items()), Node, lambda x: (None, number[x]))
             return node.call, node.dtype, arguments
 
@@ -172,7 +177,8 @@ def _mapped(x: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 def trace(function: Callable[..., Any], device: Any, *, of_score: bool = False) -> Node | None:
     """The result of a mask function or, with ``of_score``, of a score_mod; None where it cannot be traced.
 
-    It is kept while the function lives and what it reads is unchanged: that is seen without calling the function, or from its trace.
+    It is kept while the function lives and reads the same tensors and equal numbers: that is seen without calling the function, or from
+    its trace. The trace holds larger tensors themselves, so what they hold may change.
     """
     settings = (str(device), of_score, torch.get_default_dtype())
     reads = _environment(function, ())
@@ -207,6 +213,7 @@ def _traced(function: Callable[..., Any], device: Any, of_score: bool) -> Node |
 
 # function -> (what it read when it was traced, if that can be seen; its trace; the program of that)
 _TRACES: weakref.WeakKeyDictionary[Any, tuple[list[Any] | None, Node | None, Any]] = weakref.WeakKeyDictionary()
+_SMALL = 64  # numbers: a trace may hold those of such a tensor, and not the tensor
 _MODULES = ("torch", "torch.nn.functional", "math", "numpy", "operator")  # other modules may hold settings that change
 
 
@@ -229,7 +236,7 @@ def _seen(values: tuple[Any, ...], function: Any, inside: tuple[Any, ...]) -> li
             continue  # what is kept must not keep the function alive
         more: list[Any] | None = []
         if isinstance(value, Tensor):
-            more = None if (version := version_of(value)) is None else [version]
+            more = [tuple(value.shape), *([content_of(value)] if value.numel() <= _SMALL else [])]
         elif isinstance(value, (FunctionType, partial)):
             more = [] if value in inside else _environment(value, (*inside, function))  # functions that call each other
         elif type(value) is tuple:  # as and_masks and or_masks have
@@ -258,7 +265,7 @@ def _same(old: list[Any] | None, new: list[Any]) -> bool:
         old is not None
         and len(old) == len(new)
         and all(
-            x is y or (isinstance(x, (int, float, str)) and type(x) is type(y) and x == y)
+            x is y or (isinstance(x, (int, float, str, tuple)) and type(x) is type(y) and x == y)
             for x, y in zip(old, new, strict=True)
         )
     )
@@ -301,8 +308,8 @@ class _Recorder(TorchDispatchMode):
         reads = frozenset().union(*(x.reads for x in nodes_in((*args, *kwargs.values())) if name not in _LIKE))
         if isinstance(result, Tensor):
             self.add(result, name, reads=reads, call=func, args=args, kwargs=kwargs)
-        elif reads:  # the number of an index
-            raise _UnknownError
+        elif reads or any(x.call is not None or x.value.numel() > _SMALL for x in nodes_in(args) if x.key is None):
+            raise _UnknownError  # the number of an index, or one that may be another at the next call
         return result
 
     def _node(self, x: Tensor) -> Node:

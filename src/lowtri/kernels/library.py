@@ -104,6 +104,14 @@ def unusable() -> str | None:
     return f"{reason}. Fix: pip install --force-reinstall --no-deps lowtri"
 
 
+def without_kernels() -> str | None:
+    """What it means that there are no kernels, in a sentence for users; None if there are."""
+    reason = unusable()
+    if reason is None:
+        return None
+    return f"there are no kernels, attention runs on torch's own or on the formula, correct and slower: {reason}."
+
+
 def built() -> frozenset[str]:
     """The names of the instruction sets whose kernels the library holds."""
     return frozenset(index().get("isas", ()))

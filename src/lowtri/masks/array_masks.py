@@ -147,7 +147,9 @@ class Table(Mask):
         inside = (rows.low == q.low) & (rows.high == q.high) & (columns.low == k.low) & (columns.high == k.high)
         (top, bottom), (left, right) = (rows.low, rows.high + 1), (columns.low, columns.high + 1)
         sums = self._sums
-        visible = (sums[bottom, right] - sums[top, right]) - (sums[bottom, left] - sums[top, left])  # neither is below 0
+        visible = (sums[bottom, right] - sums[top, right]) - (
+            sums[bottom, left] - sums[top, left]
+        )  # neither is below 0
         return Truth(inside & (visible == (bottom - top) * (right - left)), (inside ^ True) | (visible > 0))
 
 
@@ -156,7 +158,9 @@ def _pairs(table: NDArray[np.bool_], rows: Any, columns: Any) -> Any:
     if np.ndim(rows) == np.ndim(columns) == 2 and rows.shape[1] == columns.shape[0] == 1 and rows.size and columns.size:
         n, m = len(rows), columns.shape[1]
         top, left = int(rows[0, 0]), int(columns[0, 0])
-        if np.array_equal(rows[:, 0], np.arange(top, top + n)) and np.array_equal(columns[0], np.arange(left, left + m)):
+        if np.array_equal(rows[:, 0], np.arange(top, top + n)) and np.array_equal(
+            columns[0], np.arange(left, left + m)
+        ):
             return table[top : top + n, left : left + m]
     return table[rows, columns]
 

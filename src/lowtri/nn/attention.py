@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
-from lowtri.nn.config import DecoderConfig, GPT2Config, head_size
+from lowtri.nn.config import DecoderConfig, GPT2Config, check_size, head_size
 from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
 
 
@@ -67,8 +67,7 @@ class MaskedSelfAttention(nn.Module):
 
     def __init__(self, d_model: int, mask: Mask | str = "causal") -> None:
         super().__init__()
-        if d_model < 1:
-            raise CallError(f"MaskedSelfAttention: d_model is {d_model}; expected at least 1.")
+        check_size("MaskedSelfAttention", "d_model", d_model)
         self.mask = as_mask(mask)
         # Created in this order, so that a seed gives the same weights as in the common tutorials.
         self.W_q = nn.Linear(d_model, d_model, bias=False)

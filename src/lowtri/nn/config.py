@@ -141,6 +141,16 @@ class RecurrentConfig:
             )
 
 
+MOST = 2**31
+"""Above any size of a model; torch's own errors for greater ones name neither the argument nor what is wrong."""
+
+
+def check_size(owner: str, name: str, value: Any, least: int = 1) -> None:
+    """Raise unless a size is a whole number from ``least`` to 2**31."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+        raise CallError(f"{owner}: {name} is {value!r:.60}; expected a whole number from {least} to 2**31.")
+
+
 def head_size(owner: str, given: int | None, rotary: bool, sizes: Mapping[str, int]) -> int:
     """The size of a head: ``given``, or the width divided by the heads. ``sizes`` are width, heads and key/value heads."""
     (width, d), (heads, count), (kv_heads, kv_count) = sizes.items()
@@ -149,6 +159,9 @@ def head_size(owner: str, given: int | None, rotary: bool, sizes: Mapping[str, i
         wrong = f"{width} {d}, {heads} {count}, {kv_heads} {kv_count}"
     elif count % kv_count:
         wrong = f"{heads} {count} is not a multiple of {kv_heads} {kv_count}"
+    for name, value in sizes.items():
+        if value > MOST:
+            check_size(owner, name, value)
     if wrong:
         raise CallError(
             f"{owner}: {wrong}: each key/value head serves an equal number of query heads.\n"
@@ -166,12 +179,17 @@ def head_size(owner: str, given: int | None, rotary: bool, sizes: Mapping[str, i
     return size
 
 
+_MOST_LAYERS = 2**16
+
+
 def _check_types(owner: str, config: Any) -> None:
     """Sizes are whole numbers from 1, flags are True or False, the rest are numbers; None stands for the default."""
     for field in fields(config):
         value, expected = getattr(config, field.name), None
         if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             expected = "a whole number, at least 1"
+        elif field.type == "int" and value > (_MOST_LAYERS if "layers" in field.name else MOST):
+            expected = "a size of a model, at most 2**31, or a number of layers, at most 65,536"
         elif field.type == "bool" and not isinstance(value, bool):
             expected = "True or False"
         elif field.type == "float":

@@ -39,8 +39,8 @@ def sinusoidal(n: int, d: int) -> Tensor:
 
     Source: Vaswani et al. 2017, section 3.5.
     """
-    if n < 0 or d < 1:
-        raise CallError(f"sinusoidal: n is {n} and d is {d}; n is at least 0 and d at least 1.")
+    if not 0 <= n <= 2**31 or not 1 <= d <= 2**31:
+        raise CallError(f"sinusoidal: n is {n} and d is {d}; n is at least 0 and d at least 1, both at most 2**31.")
     frequency = 10000.0 ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)  # (ceil(d/2),)
     angle = torch.arange(n, dtype=torch.float64)[:, None] * frequency  # (n, ceil(d/2))
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :d].float()

@@ -6,7 +6,6 @@ Backends either read them with a step of +1 along the queries and -1 along the k
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_tensor
+from lowtri.masks.tile import POSITION_MAX, shown
 
 _MOST = 2**27  # distances of a call
 
@@ -82,14 +82,25 @@ def distance_bias(table: Any, first: int | None = None) -> DistanceBias:
     n = int(table.shape[-1])
     if first is None:
         first = -(n // 2)
-    elif isinstance(first, str) or not math.isfinite(first) or first != int(first):
-        raise CallError(f"distance_bias: first is {first!r}, but a distance q - k is a whole number. Fix: first=0.")
-    start = int(first)
+    start = _whole_number(first)
+    if start is None or abs(start) > POSITION_MAX:
+        raise CallError(
+            f"distance_bias: first is {shown(first)}, but a distance q - k is a whole number, "
+            "between -2**62 and 2**62. Fix: first=0."
+        )
 
     def look_up(values: Any, distances: NDArray[np.int64]) -> Any:
         return values[..., _like(np.clip(distances - start, 0, n - 1), values)]
 
     return DistanceBias(table, ("distance_bias", start), look_up)
+
+
+def _whole_number(x: Any) -> int | None:
+    """A number without a fraction as an int, else None."""
+    try:
+        return int(x) if not isinstance(x, str) and x == int(x) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def packed_bias(bias: Any) -> tuple[Any, str | None]:

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lowtri.backends.flex import block_mask_of, block_mask_of_blocks, blocks_of_plan
-from lowtri.compat.torch_private import mapped_indexing, version_of
+from lowtri.compat.torch_private import mapped_indexing
 from lowtri.errors import CallError, MaskError
+from lowtri.integrations.content import content_of
 from lowtri.integrations.function_mask import FunctionMask, Node, trace
 from lowtri.masks.array_masks import table
 from lowtri.masks.arrays import positions_in_numpy
@@ -155,8 +156,8 @@ def create_block_mask(
 def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
     """A BlockMask as a mask whose positions are indices; ``shape`` is B, Hq, Nq, Nk of the call.
 
-    As in FlexAttention's kernels the lists decide which blocks are visible, and mask_mod decides within those that are not full. It is
-    read again where its lists, or tensors that its mask_mod captures, have changed in place.
+    As in FlexAttention's kernels the lists decide which blocks are visible, and mask_mod decides within those that are not full.
+    What was read is kept as long as its lists, and the tensors that its mask_mod captures, hold what they held.
 
     Raises:
         CallError: if it was made for other sizes.
@@ -172,16 +173,18 @@ def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
         )
     fn, device = blocks.mask_mod, blocks.kv_num_blocks.device
     lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
-    key = shape, trace(fn, device), fn, *[None if x is None else (id(x), version_of(x)) for x in lists]
+    traced = trace(fn, device)
+    captured = None if traced is None else traced.content()
+    key = shape, traced, captured, fn, *map(content_of, lists)
     kept = _MASKS.get(blocks)
-    if kept is None or kept[0] != key:
+    if kept is None or kept[0] != key or captured is None:  # what cannot be followed may have changed
         listed, whole = (_listed(blocks, *pair) for pair in (lists[:2], lists[2:]))
         sizes = blocks.BLOCK_SIZE
         kept = _MASKS[blocks] = key, (Blocks(listed, sizes) & function_mask(fn, shape, device)) | Blocks(whole, sizes)
     return kept[1]
 
 
-# BlockMask -> (the sizes, the function and the lists that it was read from, the mask)
+# BlockMask -> (the sizes, the function, and the content of what it captures and of the lists that the mask was read from; the mask)
 _MASKS: weakref.WeakKeyDictionary[BlockMask, tuple[Any, Mask]] = weakref.WeakKeyDictionary()
 
 
