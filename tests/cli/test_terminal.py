@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_files import decoder_folder
 
 from lowtri.cli import main as frame
 from lowtri.cli import terminal
-from model_files import decoder_folder
 
 # A title, a cleared screen, a colour of one character, an order that is turned round, a new line, and what hides.
 HOSTILE = "\x1b]0;t\x07\x1b[2J\x9b31m\u202e\u200b\rx\udc80"
@@ -41,7 +41,7 @@ def test_what_is_clean_stays_and_nothing_else_passes(text: str) -> None:
     shown = terminal.clean(text)
     assert terminal.clean(shown) == shown
     assert all(c in "\n\t\u200c\u200d" or c.isprintable() or c.isspace() for c in shown)
-    assert not any(ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 for c in shown)
+    assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in shown)
     if text.isprintable():
         assert shown == text
 
