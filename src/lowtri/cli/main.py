@@ -40,6 +40,7 @@ from lowtri.cli.terminal import streams, write
 from lowtri.cli.verbs import VERBS
 from lowtri.errors import ExtraError, LowtriError, is_interrupt
 from lowtri.extras import EXTRAS, missing, require
+from lowtri.files import TEMPORARY_FIX, is_about_space, temporary_folder_trouble
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing, without the file's name
 
@@ -103,10 +104,11 @@ def _report(error: BaseException) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         _print_error(f"{error.filename}: {error.strerror or error}")
         return 2
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        _print_error(
-            f"the result, or a file, cannot be written: {error.strerror}. Fix: make room, or write it elsewhere"
-        )
+    if isinstance(error, OSError) and (error.errno in _DISK_FULL or is_about_space(error)):
+        reason, fix = error.strerror, "make room, or write it elsewhere"
+        if trouble := temporary_folder_trouble():
+            reason, fix = trouble, TEMPORARY_FIX
+        _print_error(f"the result, or a file, cannot be written: {reason}. Fix: {fix}")
         return 2
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is torch's RuntimeError
         _print_error("there is not enough memory for these sizes. Fix: smaller ones, or a machine with more memory")

@@ -77,7 +77,9 @@ def generate(
     if "" in (stop or []):
         raise DataError("--stop is empty. Fix: at least one character")
     if any("\udc80" <= letter <= "\udcff" for letter in prompt):
-        raise DataError("the prompt is not UTF-8, as this terminal passes it on. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
+        raise DataError(
+            "the prompt is not UTF-8, as this terminal passes it on. Fix: --prompt-file FILE, with the text in UTF-8"
+        )
     network, tokenizer, _ = load_model(model, dtype=dtype, mask=mask)
     text_in = _chat_text(tokenizer, prompt, model) if chat else prompt
     try:
@@ -183,7 +185,9 @@ def _prompt(argument: str | None, file: Path | None) -> str:
     try:
         text = (sys.stdin.buffer.read() if source is None else source.read_bytes()).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"the prompt is not UTF-8: {error}. Fix: iconv -t utf-8") from None
+        raise DataError(
+            f"the prompt is not UTF-8: {error}. Fix: iconv -f ENCODING -t utf-8, with its own encoding"
+        ) from None
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:  # more likely a mistake than an empty argument is
         raise DataError(f"the prompt in {source or 'stdin'} is empty. Fix: at least one character")
