@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -270,3 +271,66 @@ def test_a_path_that_cannot_be_written_is_reported_before_the_work(
     assert out == "" and arguments[-1] in err
     assert frame.main([*arguments, str(tmp_path)]) == 2
     assert f"{tmp_path} is a folder. Fix: the name of a file in it" in capsys.readouterr().err
+
+
+AT_STARTUP = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPTED"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT of this kind")
+@pytest.mark.parametrize("how", ["script", "module"])
+@pytest.mark.parametrize(
+    "module", ["lowtri._version", "lowtri.__main__", "lowtri.errors", "lowtri.cli", "lowtri.extras", "typer"]
+)
+def test_ctrl_c_before_the_command_begins(module: str, how: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_STARTUP, encoding="utf-8")
+    (tmp_path / "lowtri").write_text(
+        "import sys\nfrom lowtri.__main__ import main\nsys.exit(main())\n", encoding="utf-8"
+    )
+    source = str(Path(frame.__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), source]), "INTERRUPTED": module}
+    command = [sys.executable, *(["-m", "lowtri"] if how == "module" else [str(tmp_path / "lowtri")]), "--help"]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path / ".." if how == "module" else None
+    )
+    assert (ran.stdout, ran.stderr) == ("", "lowtri: interrupted\n")
+    assert ran.returncode in (130, -signal.SIGINT), "a shell shows both as 130"
+
+
+def test_another_program_keeps_its_own_excepthook() -> None:
+    program = "import sys; import lowtri; assert sys.excepthook is sys.__excepthook__"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+COMPLETIONS = {
+    "lowtri ge": "generate",
+    "lowtri mask --be": "--beside",
+    "lowtri explain --enc": "--encodings",
+    "lowtri lesson --lang z": "zh",
+    "lowtri --show": "--show-completion",
+}
+
+
+@pytest.mark.parametrize("words", COMPLETIONS)
+def test_the_shell_completes_verbs_options_and_values(words: str) -> None:
+    environment = os.environ | {
+        "_LOWTRI_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    ran = subprocess.run([sys.executable, "-m", "lowtri"], capture_output=True, text=True, env=environment)
+    assert (ran.stdout.split(), ran.stderr, ran.returncode) == ([COMPLETIONS[words]], "", 0)
+
+
+def test_the_script_for_the_shell_is_printed() -> None:
+    ran = lowtri("--show-completion", "bash")
+    assert "_LOWTRI_COMPLETE=complete_bash" in ran.stdout and ran.returncode == 0

@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with streams():
         try:
             command = get_command(_app)
+            if "_LOWTRI_COMPLETE" in os.environ:  # the shell asks what may follow the words so far
+                command.main(arguments, prog_name="lowtri")
             with command.make_context("lowtri", arguments or ["--help"]) as context:
                 command.invoke(context)
             sys.stdout.flush()
@@ -164,7 +166,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_app = typer.Typer(cls=_Verbs, add_completion=False, rich_markup_mode=None)
+_app = typer.Typer(cls=_Verbs, rich_markup_mode=None)
 
 
 @_app.callback()

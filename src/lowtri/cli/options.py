@@ -58,6 +58,12 @@ Model = Annotated[
     ),
 ]
 Seed = Annotated[int, option("The same seed gives the same result.", min=0, max=2**63 - 1)]
+OptionalSeed = Annotated[
+    int | None,
+    option(
+        "The same seed gives the same result.", min=0, max=2**63 - 1, show_default="a seed of its own, always the same"
+    ),
+]
 Threads = Annotated[int | None, option("Threads to compute with.", min=1, max=1024, show_default="torch's own choice")]
 Report = Annotated[
     Path | None,
@@ -72,6 +78,47 @@ Json = Annotated[bool, option("Print the result as JSON.", "--json")]
 def note(message: str) -> None:
     """Print a line to stderr; stdout is for the result alone."""
     write(message, stream=sys.stderr)
+
+
+def refuse(option: str, why: str, others: dict[str, Any]) -> None:
+    """Raise where another option is given that this one would silence: what somebody says is done, or refused.
+
+    Args:
+        why: what is said about each of the others.
+        others: the value of each, by its name; None and False are not given.
+
+    Raises:
+        DataError: names the first of them.
+    """
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise DataError(f"{name} {why}. Fix: drop {name} or {option}")
+
+
+def text_or_stdin(text: str, what: str) -> str:
+    """The text of an argument; of ``-`` the text on stdin, without the line break at its end.
+
+    Raises:
+        DataError: if stdin is empty, or no UTF-8.
+    """
+    return decoded(sys.stdin.buffer.read(), what, "stdin") if text == "-" else text
+
+
+def decoded(content: bytes, what: str, source: str) -> str:
+    """The text of a file or of stdin, without the line break at its end.
+
+    Raises:
+        DataError: if it is empty, or no UTF-8.
+    """
+    try:
+        text = content.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{what} is not UTF-8: {error}. Fix: iconv -f ENCODING -t utf-8, with its own encoding"
+        ) from None
+    if not text:  # more likely a mistake than an empty argument is; also where two arguments are -
+        raise DataError(f"{what} in {source} is empty. Fix: at least one character")
+    return text
 
 
 def many(n: int, thing: str) -> str:
