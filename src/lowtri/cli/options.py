@@ -92,7 +92,7 @@ def refuse(option: str, why: str, others: dict[str, Any]) -> None:
     """
     for name, value in others.items():
         if value is not None and value is not False:
-            raise DataError(f"{name} {why}. Fix: drop {name} or {option}")
+            raise DataError(f"{name} {why}. Fix: drop {name} or {option}.")
 
 
 def text_or_stdin(text: str, what: str) -> str:

@@ -84,7 +84,7 @@ def streams() -> Iterator[None]:
         if "utf" not in (stream.encoding or "utf").lower() and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=_ERRORS)
     raw = sys.stderr
-    sys.stderr = _Cleaned(raw)  # type: ignore[assignment]
+    sys.stderr = _Cleaned(raw)
     try:
         yield
     finally:
