@@ -1,6 +1,7 @@
 """Builds the library of kernels, and gives wheels the tag of its platform; pyproject.toml says everything else."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -13,9 +14,16 @@ class BuildKernels(build_py):
     """Compiles the kernels first, also for an editable installation. LOWTRI_BUILD has options of tools/build_kernels.py."""
 
     def run(self):
+        self._empty_build_lib()
         options = os.environ.get("LOWTRI_BUILD", "").split()
         subprocess.run([sys.executable, os.path.join("tools", "build_kernels.py"), *options], check=True)
         super().run()
+
+    def _empty_build_lib(self):
+        """Remove what an earlier build left: setuptools would install it, modules included that exist no longer."""
+        base, folder = (os.path.realpath(x) for x in (self.get_finalized_command("build").build_base, self.build_lib))
+        if not self.editable_mode and os.path.isdir(folder) and folder.startswith(base + os.sep):
+            shutil.rmtree(folder)
 
 
 # The wheels' tags: zig links with glibc 2.17, and for macOS 11.

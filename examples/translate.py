@@ -13,7 +13,7 @@ Both sides come from the Unicode locale data in Babel. Prints how many held-out 
 maps of the trained model (maps.png, and every head in heads.png), and writes the figures to translate.json. With `--mask full`
 the decoder sees the letter that it must predict: the loss falls faster, and no translation is right.
 
-Needs `pip install "lowtri[translate]"`. Source of the architecture: Vaswani et al. 2017; norms in front, Xiong et al. 2020.
+Needs `pip install '.[translate]'` in the checkout. Source of the architecture: Vaswani et al. 2017; norms in front, Xiong et al. 2020.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=Setting.seed)
     options = parser.parse_args()
     if find_spec("babel") is None:
-        parser.error("Babel, which knows the dates, is not installed. Fix: pip install 'lowtri[translate]'")
+        parser.error("Babel, which knows the dates, is not installed. Fix: pip install babel")
     setting = Setting(steps=options.steps, mask=options.mask, seed=options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
 
@@ -311,7 +311,7 @@ def main() -> None:
     try:
         draw(maps_of(model, letters, source, target), setting.mask, source, target, options.out)
     except ImportError:
-        print("no pictures: matplotlib is not installed. Fix: pip install 'lowtri[translate]'")
+        print("no pictures: matplotlib is not installed. Fix: pip install matplotlib")
 
 
 if __name__ == "__main__":

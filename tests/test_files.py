@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from lowtri import files
+from lowtri import DataError, files
+from lowtri.cli.main import main
 from lowtri.files import write_atomically, write_text
 
 
@@ -127,3 +130,61 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as error:
         write_text(tmp_path / "nowhere" / "file.txt", "text")
     assert error.value.filename == str(tmp_path / "nowhere" / "file.txt")
+
+
+class NoRoom:
+    """shutil.disk_usage where one folder has no room."""
+
+    def __init__(self, full: Path) -> None:
+        self.full = full
+
+    def __call__(self, folder: str | Path) -> object:
+        return type("Usage", (), {"free": 0 if Path(folder) == self.full else 2**40})
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, full: Path) -> None:
+    monkeypatch.setattr(files.shutil, "disk_usage", NoRoom(full))
+
+
+def a_full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary, other = tmp_path / "temporary", tmp_path / "other"
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    fill(monkeypatch, temporary)
+    with pytest.raises(DataError) as error, files.writing("save", other / "m.png"):
+        a_full_disk()
+    assert str(error.value) == (
+        f"save: {other / 'm.png'} cannot be written: the folder for temporary files, {temporary}, is full. "
+        "Fix: make room there, or TMPDIR=FOLDER for another one."
+    )
+    fill(monkeypatch, other)
+    said = r"m\.png cannot be written: No space left on device\. Fix: free some space"
+    with pytest.raises(DataError, match=said), files.writing("save", other / "m.png"):
+        a_full_disk()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", a_missing_folder)
+    with pytest.raises(
+        DataError, match=r"no folder for temporary files can be written\. Fix: make room there, or TMPDIR="
+    ):
+        with files.writing("save", other / "m.png"):
+            tempfile.mkdtemp()
+
+
+def a_missing_folder(*_: object) -> str:
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+
+def test_the_command_line_names_the_folder_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", a_missing_folder)
+    monkeypatch.setattr("lowtri.masks.picture.picture_size", lambda *_: tempfile.mkdtemp())
+    assert main(["mask", "causal"]) == 2
+    assert capsys.readouterr().err == (
+        "lowtri: the result, or a file, cannot be written: no folder for temporary files can be written. "
+        "Fix: make room there, or TMPDIR=FOLDER for another one\n"
+    )

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from typing import Any
+
+import setuptools
+
+LEAST_SETUPTOOLS = 77  # as in pyproject.toml: older ones cannot read its license
+if int(setuptools.__version__.split(".")[0]) < LEAST_SETUPTOOLS:  # without build isolation nobody has checked it
+    sys.exit(
+        f"lowtri: building needs setuptools {LEAST_SETUPTOOLS} or newer, and {setuptools.__version__} is installed.\n"
+        f"Fix: pip install 'setuptools>={LEAST_SETUPTOOLS}', or leave out --no-build-isolation"
+    )
 
 from setuptools import build_meta
 from setuptools.build_meta import (

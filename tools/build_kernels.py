@@ -39,7 +39,7 @@ if __name__ == "__main__":
         sys.exit(subprocess.run([sys.executable, *sys.argv]).returncode)
     sys.path.insert(0, str(ROOT / "src"))
     if find_spec("numba") is None:
-        sys.exit("build_kernels: numba is not installed. Fix: pip install 'lowtri[compile]'.")
+        sys.exit("build_kernels: numba is not installed. Fix: pip install numba.")
 
 import llvmlite.binding as llvm
 from llvmlite import ir

@@ -39,7 +39,7 @@ def main() -> None:
     print(f"\n{as_text(experiment)}\n\n{time.perf_counter() - started:.0f} s")
     write_text(options.out / "why-mask.json", json.dumps(experiment.as_dict(), indent=1) + "\n")
     if not draw(experiment, options.out / "why-mask.png"):
-        print("no picture: matplotlib is not installed (pip install 'lowtri[plot]')")
+        print("no picture: matplotlib is not installed (pip install matplotlib)")
 
 
 main()

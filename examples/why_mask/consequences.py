@@ -63,7 +63,7 @@ def as_text(experiment: Experiment, samples: int = 3) -> str:
 
 
 def draw(experiment: Experiment, path: Path) -> bool:
-    """The four consequences as one PNG; False, and no file, when matplotlib is not installed (``lowtri[plot]``)."""
+    """The four consequences as one PNG; False, and no file, when matplotlib is not installed."""
     try:
         # The figure itself, without pyplot: no window, no global state.
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -32,12 +32,37 @@ lowtri itself needs NumPy alone; what needs another package says which extra ins
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import os
+import sys
 
-from lowtri._version import __version__
 
+def _is_the_command() -> bool:
+    """Whether the program is the script ``lowtri``, or ``python -m lowtri``, which has not yet begun."""
+    program = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
+    if program == "-m":
+        return "lowtri" in sys.orig_argv[1:] and sys.orig_argv[sys.orig_argv.index("lowtri") - 1] == "-m"
+    return program in ("lowtri", "lowtri.exe", "lowtri-script.py")
+
+
+def _print_interrupt(kind: type[BaseException], *error: object) -> None:
+    """The excepthook of the command: Ctrl-C is no traceback, even before the command can catch it."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("lowtri: interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, *error)  # type: ignore[arg-type]
+
+
+if _is_the_command():  # before anything else is imported
+    sys.excepthook = _print_interrupt
+
+import importlib  # noqa: E402
+
+from lowtri._version import __version__  # noqa: E402
+
+TYPE_CHECKING = False  # typing's own takes longer to import than all of this package
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` imports the same names
+    from typing import Any
+
     from lowtri import nn as nn, parallel as parallel, plain as plain
     from lowtri.auditing.audit import assert_causal as assert_causal, audit as audit
     from lowtri.auditing.infer import InferredMask as InferredMask, infer_mask as infer_mask

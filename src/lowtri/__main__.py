@@ -10,9 +10,12 @@ from lowtri.errors import ExtraError, is_interrupt
 def main() -> int:
     """Runs the command line; without the packages that it needs, one line says how to install them."""
     try:
-        from lowtri.extras import require
+        from lowtri.cli.verbs import COMMAND_LINE, packages_for
+        from lowtri.extras import is_installed, require
 
-        require("the command lowtri", "typer", "rich")
+        if not all(map(is_installed, COMMAND_LINE)):  # else each verb says what it lacks, once its options are read
+            what, packages = packages_for(sys.argv[1:])
+            require(what, *packages)
         from lowtri.cli.main import main
     except ExtraError as error:
         print(f"lowtri: {error}", file=sys.stderr)

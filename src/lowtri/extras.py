@@ -1,4 +1,4 @@
-"""Packages that only some parts of lowtri need. Each belongs to an extra of lowtri, which the error names.
+"""Packages that only some parts of lowtri need. Each belongs to an extra of lowtri; errors name the packages themselves.
 
 lowtri itself needs NumPy alone: masks, attention and caches of NumPy arrays, audits of functions of arrays, plans of shards.
 """
@@ -45,8 +45,8 @@ def missing(what: str, *packages: str) -> str:
 
     >>> print(missing("an example", "torch", "rich"))
     an example needs torch and rich, which are not installed.
-    Fix: pip install 'lowtri[torch,cli]'
+    Fix: pip install torch rich
     """
-    extras = ",".join(dict.fromkeys(EXTRAS[name] for name in packages))
     verb = "is" if len(packages) == 1 else "are"
-    return f"{what} needs {' and '.join(packages)}, which {verb} not installed.\nFix: pip install 'lowtri[{extras}]'"
+    listed = " and ".join(filter(None, (", ".join(packages[:-1]), packages[-1])))
+    return f"{what} needs {listed}, which {verb} not installed.\nFix: pip install {' '.join(packages)}"

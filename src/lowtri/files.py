@@ -6,6 +6,8 @@ import errno
 import os
 import re
 import secrets
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +16,8 @@ from lowtri.errors import DataError
 from lowtri.system import replace
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ROOM = 2**16  # bytes; with fewer a folder is full
+TEMPORARY_FIX = "make room there, or TMPDIR=FOLDER for another one"
 
 
 @contextmanager
@@ -26,12 +30,40 @@ def writing(function: str, path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = (
-            "free some space, or write to another disk"
-            if error.errno in _DISK_FULL
-            else ("a file in a folder that exists and that you may write to")
-        )
-        raise DataError(f"{function}: {path} cannot be written: {error.strerror}. Fix: {fix}.") from None
+        reason, fix = error.strerror, "a file in a folder that exists and that you may write to"
+        if is_about_space(error):
+            fix = "free some space, or write to another disk"
+            if trouble := temporary_folder_trouble(Path(path)):
+                reason, fix = trouble, TEMPORARY_FIX
+        raise DataError(f"{function}: {path} cannot be written: {reason}. Fix: {fix}.") from None
+
+
+def is_about_space(error: OSError) -> bool:
+    """Whether a disk is full, or no folder for temporary files is left, which tempfile says without an error number of its own."""
+    return error.errno in _DISK_FULL or "temporary directory" in str(error.strerror)
+
+
+def temporary_folder_trouble(beside: Path | None = None) -> str | None:
+    """What is wrong with the folder for temporary files, in which libraries write what nobody named; None if it has room.
+
+    Args:
+        beside: a file that was to be written; if its own disk is full, too, then that is what matters.
+    """
+    try:
+        folder = tempfile.gettempdir()
+    except OSError:
+        return "no folder for temporary files can be written"
+    if _free(folder) > _ROOM or (beside is not None and _free(beside.absolute().parent) <= _ROOM):
+        return None
+    return f"the folder for temporary files, {folder}, is full"
+
+
+def _free(folder: str | Path) -> int:
+    """The bytes that are free on a folder's disk; plenty where that cannot be asked."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return _ROOM + 1
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

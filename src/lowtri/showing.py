@@ -106,7 +106,7 @@ class WeightMaps:
     def save(self, path: str | Path) -> Path:
         """Write the picture, by the file's name as .svg, .html, .png, .pdf or .txt; atomically.
 
-        PNG and PDF are drawn by matplotlib (``pip install 'lowtri[plot]'``).
+        PNG and PDF are drawn by matplotlib (``pip install matplotlib``).
 
         Raises:
             DataError: if the name ends in none of these, or the file cannot be written, or matplotlib is missing.

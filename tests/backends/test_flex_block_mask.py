@@ -126,7 +126,7 @@ def test_positions_by_row() -> None:
         (("causal", 8), {"block": 0}, MaskError, "multiple of 64"),
         (("causal", 0), {}, MaskError, "there are no blocks"),
         (("causal", 8.5), {}, MaskError, r"nq is 8\.5"),
-        (("causal", 9, 8), {}, MaskError, r"Fix: pass their positions, q_positions=range\(nq\)"),
+        (("causal", 9, 8), {}, MaskError, r"Fix: q_positions=range\(nq\) in attention"),
         (("causal", 8), {"q_positions": range(7)}, CallError, r"q_positions is \(7,\)"),
         (("causal", 8), {"k_positions": [0.5] * 8}, CallError, "k_positions is float64"),
         ((torch.ones(2, 2) > 0, 2), {}, MaskError, "True hides in many notebooks"),

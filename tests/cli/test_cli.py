@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,9 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_help_lists_every_verb_with_its_line_uncut(capsys: pytest.CaptureFixture[str]) -> None:
     assert frame.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for verb, (_, line) in frame.VERBS.items():
+    for verb, one in frame.VERBS.items():
         assert f"  {verb} " in shown
-        assert line in shown, f"the line of {verb} is cut: keep it under 66 characters"
+        assert one.line in shown, f"the line of {verb} is cut: keep it under 66 characters"
     assert frame.main([]) == 0
     assert capsys.readouterr().out == shown
 
@@ -70,8 +71,8 @@ def test_the_examples_of_every_verb_are_read_by_its_own_options() -> None:
     """Each example line is parsed, not run: an option that was renamed would be refused."""
     import shlex
 
-    for name, (file, _) in frame.VERBS.items():
-        function = getattr(importlib.import_module(f"lowtri.cli.{file}"), name)
+    for name, one in frame.VERBS.items():
+        function = getattr(importlib.import_module(f"lowtri.cli.{one.file}"), name)
         first = (function.__doc__ or "").strip().split("\n\n")[0]
         for line in first.splitlines():
             words = shlex.split(line, comments=True)
@@ -272,9 +273,64 @@ def test_a_path_that_cannot_be_written_is_reported_before_the_work(
     assert f"{tmp_path} is a folder. Fix: the name of a file in it" in capsys.readouterr().err
 
 
-def test_a_terminal_without_block_characters_gets_question_marks() -> None:
-    program = "import sys; from lowtri.cli import main; main._survive_narrow_encodings(); print('█')"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PYTHONIOENCODING": "ascii"}
+AT_STARTUP = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPTED"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT of this kind")
+@pytest.mark.parametrize("how", ["script", "module"])
+@pytest.mark.parametrize(
+    "module", ["lowtri._version", "lowtri.__main__", "lowtri.errors", "lowtri.cli", "lowtri.extras", "typer"]
+)
+def test_ctrl_c_before_the_command_begins(module: str, how: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_STARTUP, encoding="utf-8")
+    (tmp_path / "lowtri").write_text(
+        "import sys\nfrom lowtri.__main__ import main\nsys.exit(main())\n", encoding="utf-8"
     )
-    assert ran.stdout == "?\n"
+    source = str(Path(frame.__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), source]), "INTERRUPTED": module}
+    command = [sys.executable, *(["-m", "lowtri"] if how == "module" else [str(tmp_path / "lowtri")]), "--help"]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path / ".." if how == "module" else None
+    )
+    assert (ran.stdout, ran.stderr) == ("", "lowtri: interrupted\n")
+    assert ran.returncode in (130, -signal.SIGINT), "a shell shows both as 130"
+
+
+def test_another_program_keeps_its_own_excepthook() -> None:
+    program = "import sys; import lowtri; assert sys.excepthook is sys.__excepthook__"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+COMPLETIONS = {
+    "lowtri ge": "generate",
+    "lowtri mask --be": "--beside",
+    "lowtri explain --enc": "--encodings",
+    "lowtri lesson --lang z": "zh",
+    "lowtri --show": "--show-completion",
+}
+
+
+@pytest.mark.parametrize("words", COMPLETIONS)
+def test_the_shell_completes_verbs_options_and_values(words: str) -> None:
+    environment = os.environ | {
+        "_LOWTRI_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    ran = subprocess.run([sys.executable, "-m", "lowtri"], capture_output=True, text=True, env=environment)
+    assert (ran.stdout.split(), ran.stderr, ran.returncode) == ([COMPLETIONS[words]], "", 0)
+
+
+def test_the_script_for_the_shell_is_printed() -> None:
+    ran = lowtri("--show-completion", "bash")
+    assert "_LOWTRI_COMPLETE=complete_bash" in ran.stdout and ran.returncode == 0

@@ -422,7 +422,7 @@ ERRORS = [
     ),
     (
         lambda: causal().dense(3, 2),
-        "cannot stand at the last 3 of 2 keys.\nFix: pass their positions, q_positions=range(nq)",
+        "cannot stand at the last 3 of 2 keys.\nFix: q_positions=range(nq) in attention",
     ),
     (lambda: causal().dense(-1), "nq, a number of queries, is -1, but it must lie in 0 .. 2**62. Fix: nq=0."),
     (lambda: causal().additive(2, hidden=0), "additive: hidden is 0, but it must lie below 0 to hide anything"),

@@ -312,7 +312,7 @@ def test_the_fix_fits_the_subclass() -> None:
     x = torch.ones(3, 4)
     for odd, fix in (
         (x.as_subclass(Named), r"q is a Named, but .*Fix: q\.as_subclass\(torch\.Tensor\)"),
-        (Wrapper(x), "q is a Wrapper, but .*Fix: the plain tensor that it wraps"),
+        (Wrapper(x), "q is a Wrapper, but .*Fix: a plain torch.Tensor with the values of q"),
         (np.asmatrix(x.numpy()), r"q is a matrix, but .*Fix: np\.asarray\(q\)"),
     ):
         with pytest.raises(CallError, match=fix):

@@ -7,7 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtri.cli.options import Json, Report, Seed, Threads, note, option, print_report, print_result, use_threads
+from lowtri.cli.options import (
+    Json,
+    Report,
+    Seed,
+    Threads,
+    note,
+    option,
+    print_report,
+    print_result,
+    refuse,
+    text_or_stdin,
+    use_threads,
+)
 
 
 def audit(
@@ -54,6 +66,12 @@ def audit(
 
     Exit codes: 0 no leak found, 1 a leak, 3 could not decide.
     """
+    if infer:
+        silenced = {"--mask": mask, "--layers": layers, "--train": train, "--eval": eval, "--probes": probes}
+        refuse(
+            "--infer", "is for an audit, and --infer audits nothing", {**silenced, "--compile": compile, "--out": out}
+        )
+    mask = None if mask is None else text_or_stdin(mask, "the mask")
     use_threads(threads)
     from lowtri.auditing.audit import audit as run
     from lowtri.auditing.infer import infer_mask

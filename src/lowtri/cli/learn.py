@@ -13,13 +13,14 @@ import typer
 
 from lowtri.cli.options import (
     Json,
-    Seed,
     Threads,
     load_model,
     note,
     option,
     output_file,
     print_result,
+    refuse,
+    text_or_stdin,
     use_threads,
 )
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lowtri.explaining.explanation import Explanation
 
 _MOST = 10_000_000  # positions of a mask: beyond it the counting takes minutes
+_SEED = 42  # of random weights
 _MOST_CELLS = 64  # positions each way up to which --json holds the table
 
 
@@ -37,7 +39,7 @@ def explain(
     mask: Annotated[
         str | None, option("Who may see whom.", metavar="TEXT", show_default="causal, or the model's")
     ] = None,
-    heads: Annotated[int, option("How many heads, without a model.", min=1, max=64)] = 1,
+    heads: Annotated[int | None, option("How many heads, without a model.", min=1, max=64, show_default="1")] = None,
     model: Annotated[
         str | None,
         option(
@@ -62,7 +64,9 @@ def explain(
             names=("--html", "--out"),
         ),
     ] = None,
-    seed: Seed = 42,
+    seed: Annotated[
+        int | None, option("Draws the random weights.", min=0, max=2**63 - 1, show_default=str(_SEED))
+    ] = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -84,23 +88,28 @@ def explain(
         _reject("--values goes with --scores", "add --scores FILE")
     if layer is not None and model is None:
         _reject("--layer is for a trained model", "add --model MODEL")
-    without: dict[str, Any] = {"--model": model, "--encodings": encodings, "--heads": None if heads == 1 else heads}
+    without: dict[str, Any] = {"--model": model, "--encodings": encodings, "--heads": heads, "--seed": seed}
+    sentence = None if sentence is None else text_or_stdin(sentence, "the sentence")
+    mask = None if mask is None else text_or_stdin(mask, "the mask")
     if scores is not None:
-        _reject_given("--scores", "does not go with given scores", without)
+        refuse("--scores", "does not go with given scores", without)
         table, rows = _read(scores, most=3), None if values is None else _read(values, most=3)
         tokens = None if sentence is None else tokens_of(sentence)[0]
         explanation = steps_of(scores=table, values=rows, tokens=tokens, mask=mask or "causal", head=head)
     elif model is not None:
-        _reject_given("--model", "is for random weights; a model has its own", without | {"--model": None})
+        refuse("--model", "is for random weights; a model has its own", without | {"--model": None})
         explanation = _of_model(model, SENTENCE if sentence is None else sentence, mask, layer or 0, head)
     else:
         text, numbers = SENTENCE if sentence is None else sentence, None if encodings is None else _read(encodings)
-        explanation = untrained(text, mask or "causal", encodings=numbers, seed=seed, heads=heads, head=head)
+        explanation = untrained(
+            text, mask or "causal", encodings=numbers, seed=_SEED if seed is None else seed, heads=heads or 1, head=head
+        )
     if html is not None:
         note(f"wrote {explanation.save(html)}")
     width = shutil.get_terminal_size((100, 24)).columns
-    shown = "" if json else as_text(explanation, width=width, colour=sys.stdout.isatty())
-    print_result(explanation.as_dict() if json else None, shown, json)
+    colours = sys.stdout.isatty()
+    shown = "" if json else as_text(explanation, width=width, colour=colours)
+    print_result(explanation.as_dict() if json else None, shown, json, colours=colours)
 
 
 def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:
@@ -127,7 +136,8 @@ def _read(path: Path, most: int = 2) -> Any:
         if path.suffix == ".npy":
             rows = np.load(path, allow_pickle=False)
         else:
-            text = path.read_text(encoding="utf-8")
+            content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+            text = content.decode("utf-8")
             if "[" in text:  # NumPy prints no commas, and a long row on several lines
                 nested = text[text.index("[") : text.rindex("]") + 1]
                 rows = literal_eval(re.sub(r"(?<=[\d.\]])\s+(?=[-+\d.\[])", ", ", nested))
@@ -145,12 +155,6 @@ def _read(path: Path, most: int = 2) -> Any:
         where = tuple(int(i) for i in np.argwhere(~np.isfinite(numbers))[0])
         _reject(f"{path}: the number at {where} is {numbers[where]}", "finite numbers; --mask hides pairs")
     return numbers
-
-
-def _reject_given(option: str, why: str, others: dict[str, Any]) -> None:
-    for name, value in others.items():
-        if value is not None:
-            _reject(f"{name} {why}", f"drop {name} or {option}")
 
 
 def _reject(what: str, fix: str) -> NoReturn:
@@ -192,11 +196,21 @@ def mask(
     """
     from lowtri.errors import DataError
     from lowtri.masks import mask as mask_of
+    from lowtri.masks.label_masks import check_row_lengths
     from lowtri.masks.picture import picture_size
     from lowtri.pictures.grids import MAX_CELLS
     from lowtri.pictures.labels import split
 
-    labels, cut = (None, "") if tokens is None else split(tokens)
+    drawings = {"--ticks": ticks, "--numbers": numbers, "--latex": latex}
+    if json:
+        refuse("--json", "is a form of the picture, which JSON does not hold", drawings)
+    if tokens is not None:
+        refuse("--tokens", "is the number of the tokens", {"--n": n})
+        if latex and svg is None:
+            refuse("--latex", "are labels, which the matrix does not have", {"--tokens": tokens})
+    text = text_or_stdin(text, "the mask")
+    beside = None if beside is None else text_or_stdin(beside, "the second mask")
+    labels, cut = (None, "") if tokens is None else split(text_or_stdin(tokens, "--tokens"))
     if labels == []:
         raise DataError('mask: --tokens is empty. Fix: --tokens "The black cat".')
     texts = [text] if beside is None else [text, beside]
@@ -205,6 +219,9 @@ def mask(
         n = len(labels)
     elif n is None:
         n = max(min(picture_size(*masks)[1], MAX_CELLS if ticks or numbers or latex else _MOST), queries or 0)
+        n = min(n, *(total for each in masks for total in each.row_lengths), _MOST)
+    for each in masks:  # a picture may show the beginning of a row, and nothing behind its end
+        check_row_lengths("mask", each, n, whole=False)
     nq = n if queries is None else queries
     if nq > n:
         raise DataError(f"mask: --queries is {nq}, but there are {n} positions. Fix: at most {n}.")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lowtri.cli.options import Json, Threads, note, option, print_result, use_threads
+from lowtri.extras import is_installed, missing
 
 
 def bench(threads: Annotated[int, option("Threads to compute with.", min=1)] = 1, json: Json = False) -> None:
@@ -47,7 +48,13 @@ def doctor(
 
     Exit codes: 0 nothing is missing, 1 something is.
     """
-    use_threads(threads)
+    absent = [name for name in ("numpy", "torch") if not is_installed(name)]
+    if "numpy" in absent:  # nothing else can be asked
+        trouble = missing("lowtri", *absent)
+        print_result({"trouble": [trouble]}, f"missing   {trouble}", json)
+        raise typer.Exit(1)
+    if "torch" not in absent:  # else the report says that it is missing
+        use_threads(threads)
     from lowtri.doctor import as_text, examine
 
     report = examine(measure, progress=note)

@@ -1,6 +1,6 @@
 """The command ``lowtri``: finds the verb, runs it, and turns every error into a message and an exit code.
 
-To add a verb, write a function of its name in the file of its subject, and its line in ``VERBS``:
+To add a verb, write a function of its name in the file of its subject, and its line in ``cli.verbs``:
 
     def mask(text: Annotated[str, typer.Argument(help="the mask, as text")], json: Json = False) -> None:
         \"\"\"lowtri mask "causal & window(3)"
@@ -13,17 +13,20 @@ To add a verb, write a function of its name in the file of its subject, and its 
 
 The docstring is the help; its first paragraph is two examples, one per line, shown as written. A file is imported when one of its
 verbs is called, never by ``lowtri --help``, and imports only typer and cli.options. The result goes to stdout, everything else to
-stderr (``cli.options.note``). For bad input a verb raises a ``LowtriError``; for a failed check it prints the result, and then
-raises ``typer.Exit(1)``. No error prints a traceback, unless ``LOWTRI_TRACEBACK=1`` is set.
+stderr (``cli.options.note``), and all of it passes ``cli.terminal.write``, never ``print``. For bad input a verb raises a
+``LowtriError``; for a failed check it prints the result, and then raises ``typer.Exit(1)``. No error prints a traceback, unless
+``LOWTRI_TRACEBACK=1`` is set.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, TextIO
@@ -33,20 +36,12 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from lowtri._version import __version__
+from lowtri.cli.terminal import streams, write
+from lowtri.cli.verbs import VERBS
 from lowtri.errors import ExtraError, LowtriError, is_interrupt
-from lowtri.extras import EXTRAS, missing
+from lowtri.extras import EXTRAS, missing, require
+from lowtri.files import TEMPORARY_FIX, is_about_space, temporary_folder_trouble
 
-# verb -> the file lowtri.cli.<file> that has its function, and its line in `lowtri --help`
-VERBS = {
-    "explain": ("learn", "Every step of masked attention for a sentence, with numbers."),
-    "mask": ("learn", "What a mask shows and hides: a picture, counts, or a file."),
-    "generate": ("models", "Let a trained model continue a text."),
-    "audit": ("checks", "Does a model use what its mask hides? Every leak, by position."),
-    "verify": ("checks", "Does a function compute masked attention? Its mistake, by name."),
-    "bench": ("machine", "How fast attention is, against torch and the CPU's limit."),
-    "lesson": ("learn", "Masked self-attention as an interactive page, in four languages."),
-    "doctor": ("machine", "What this machine has, what is missing, and what follows."),
-}
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing, without the file's name
 
 
@@ -63,17 +58,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         _print_error("stdout is closed, so the result has nowhere to go. Fix: > /dev/null")
         return 2
-    _survive_narrow_encodings()
-    try:
-        command = get_command(_app)
-        with command.make_context("lowtri", arguments or ["--help"]) as context:
-            command.invoke(context)
-        sys.stdout.flush()
-    except BaseException as error:
-        if os.environ.get("LOWTRI_TRACEBACK"):
-            raise
-        return _report(error)
+    with streams():
+        try:
+            command = get_command(_app)
+            if "_LOWTRI_COMPLETE" in os.environ:  # the shell asks what may follow the words so far
+                command.main(arguments, prog_name="lowtri")
+            with command.make_context("lowtri", arguments or ["--help"]) as context:
+                command.invoke(context)
+            sys.stdout.flush()
+        except BaseException as error:
+            if os.environ.get("LOWTRI_TRACEBACK"):
+                sys.excepthook = _print_traceback
+                raise
+            return _report(error)
     return 0
+
+
+def _print_traceback(*error: Any) -> None:
+    write("".join(traceback.format_exception(*error)), end="", stream=sys.stderr)
 
 
 def _report(error: BaseException) -> int:
@@ -91,8 +93,8 @@ def _report(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         # The reader went away (`lowtri generate ... | head`): there is nothing to report, and no one reads it.
         return 141  # 128 + SIGPIPE, as the shell's own tools end
-    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
-        error = ExtraError(missing("this command", error.name))
+    if isinstance(error, ModuleNotFoundError) and error.name in ("numpy", *EXTRAS):
+        error = ExtraError(missing("this command", str(error.name)))
     if isinstance(error, LowtriError):
         _print_error(str(error))
         return error.exit_code
@@ -104,10 +106,11 @@ def _report(error: BaseException) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         _print_error(f"{error.filename}: {error.strerror or error}")
         return 2
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        _print_error(
-            f"the result, or a file, cannot be written: {error.strerror}. Fix: make room, or write it elsewhere"
-        )
+    if isinstance(error, OSError) and (error.errno in _DISK_FULL or is_about_space(error)):
+        reason, fix = error.strerror, "make room, or write it elsewhere"
+        if trouble := temporary_folder_trouble():
+            reason, fix = trouble, TEMPORARY_FIX
+        _print_error(f"the result, or a file, cannot be written: {reason}. Fix: {fix}")
         return 2
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is torch's RuntimeError
         _print_error("there is not enough memory for these sizes. Fix: smaller ones, or a machine with more memory")
@@ -120,7 +123,7 @@ def _report(error: BaseException) -> int:
 
 def _print_error(message: str) -> None:
     with suppress(OSError):  # a full stderr: the exit code says it alone
-        print(f"lowtri: {message}", file=sys.stderr, flush=True)
+        write(f"lowtri: {message}", stream=sys.stderr)
     _flush(sys.stderr)
 
 
@@ -134,13 +137,6 @@ def _flush(stream: TextIO) -> OSError | None:
     return None
 
 
-def _survive_narrow_encodings() -> None:
-    """A terminal whose encoding lacks the block characters of pictures gets question marks instead of an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if "utf" not in (stream.encoding or "utf").lower() and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-
 class _Verbs(TyperGroup):
     """The list of verbs is known beforehand; a verb's own module is imported only when that verb is called."""
 
@@ -151,20 +147,26 @@ class _Verbs(TyperGroup):
 
 def _load(verb: str) -> Any:
     """The real command of a verb, from its module."""
-    function = getattr(importlib.import_module(f"lowtri.cli.{VERBS[verb][0]}"), verb)
+    function = getattr(importlib.import_module(f"lowtri.cli.{VERBS[verb].file}"), verb)
+
+    @functools.wraps(function)  # typer reads its signature
+    def run(**options: Any) -> Any:
+        require(f"lowtri {verb}", *VERBS[verb].packages)
+        return function(**options)
+
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # \b keeps the lines of the paragraph that follows: the two examples.
-    app.command(name=verb, help="\b\n" + inspect.cleandoc(function.__doc__ or ""))(function)
+    app.command(name=verb, help="\b\n" + inspect.cleandoc(function.__doc__ or ""))(run)
     return get_command(app)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"lowtri {__version__}")
+        write(f"lowtri {__version__}")
         raise typer.Exit
 
 
-_app = typer.Typer(cls=_Verbs, add_completion=False, rich_markup_mode=None)
+_app = typer.Typer(cls=_Verbs, rich_markup_mode=None)
 
 
 @_app.callback()
@@ -181,8 +183,8 @@ def _lowtri(
     """
 
 
-for _verb, (_, _line) in VERBS.items():  # for the list in --help; resolve_command replaces them with the real commands
-    _app.command(name=_verb, help=_line)(lambda: None)
+for _verb, _one in VERBS.items():  # for the list in --help; resolve_command replaces them with the real commands
+    _app.command(name=_verb, help=_one.line)(lambda: None)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,15 +12,18 @@ import typer
 from lowtri.cli.options import (
     Json,
     Model,
-    Seed,
+    OptionalSeed,
     Threads,
+    decoded,
     load_model,
     many,
     note,
     option,
     print_result,
+    text_or_stdin,
     use_threads,
 )
+from lowtri.cli.terminal import write
 
 _FURTHEST = 2**14  # positions whose mask is checked
 
@@ -54,7 +56,7 @@ def generate(
         str | None, option("float32, bfloat16, float16 or float64.", show_default="as the weights are stored")
     ] = None,
     no_cache: Annotated[bool, option("Recompute the whole prefix for each token.", "--no-cache")] = False,
-    seed: Seed = 0,
+    seed: OptionalSeed = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -71,12 +73,22 @@ def generate(
     from lowtri.errors import DataError
     from lowtri.generation.generate import Pieces, encode
 
+    if temperature == 0:
+        drawing = {"--top-k": top_k, "--top-p": top_p, "--seed": seed}
+        for name, value in drawing.items():
+            if value is not None:
+                raise DataError(
+                    f"{name} is for drawing tokens, and nothing is drawn at temperature 0. Fix: --temperature 1"
+                )
     use_threads(threads)
     prompt = _prompt(prompt, prompt_file)
+    mask = None if mask is None else text_or_stdin(mask, "the mask")
     if "" in (stop or []):
         raise DataError("--stop is empty. Fix: at least one character")
     if any("\udc80" <= letter <= "\udcff" for letter in prompt):
-        raise DataError("the prompt is not UTF-8, as this terminal passes it on. Fix: LC_ALL=C.UTF-8, or PYTHONUTF8=1")
+        raise DataError(
+            "the prompt is not UTF-8, as this terminal passes it on. Fix: --prompt-file FILE, with the text in UTF-8"
+        )
     network, tokenizer, _ = load_model(model, dtype=dtype, mask=mask)
     text_in = _chat_text(tokenizer, prompt, model) if chat else prompt
     try:
@@ -92,7 +104,7 @@ def generate(
         )
     _check_mask(network, mask, ids, max_new_tokens)
     started, times, pieces = time.perf_counter(), [], Pieces(tokenizer, ids)
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed or 0}
     tokens = lowtri.generate(network, ids, max_new_tokens, tokenizer=tokenizer, cached=not no_cache, **options)
 
     def written() -> Iterator[str]:
@@ -109,16 +121,16 @@ def generate(
         print_result({"prompt": prompt, "text": continued, **shown}, "", json)
         return
     if not chat:
-        print(prompt, end="", flush=True)
+        write(prompt, end="")
     try:
         for piece in text:
-            print(piece, end="", flush=True)
+            write(piece, end="")
     except BaseException as error:  # the message of an error begins a line
-        print(flush=True)
+        write("")
         if isinstance(error, KeyboardInterrupt):
             _note_speed(_figures(times, started, len(ids)), stats)
         raise
-    print()
+    write("")
     _note_speed(_figures(times, started, len(ids)), stats)
 
 
@@ -178,15 +190,9 @@ def _prompt(argument: str | None, file: Path | None) -> str:
         raise DataError('one prompt is expected. Fix: "a text", - for stdin, or --prompt-file FILE')
     if argument is not None and argument != "-":
         return argument
-    source = None if file is None or str(file) == "-" else file
-    try:
-        text = (sys.stdin.buffer.read() if source is None else source.read_bytes()).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompt is not UTF-8: {error}. Fix: iconv -t utf-8") from None
-    text = text.removesuffix("\n").removesuffix("\r")
-    if not text:  # more likely a mistake than an empty argument is
-        raise DataError(f"the prompt in {source or 'stdin'} is empty. Fix: at least one character")
-    return text
+    if file is None or str(file) == "-":
+        return text_or_stdin("-", "the prompt")
+    return decoded(file.read_bytes(), "the prompt", str(file))
 
 
 def _figures(times: list[float], started: float, prompt: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lowtri.cli.terminal import write
 from lowtri.errors import DataError
 
 if TYPE_CHECKING:
@@ -57,6 +58,12 @@ Model = Annotated[
     ),
 ]
 Seed = Annotated[int, option("The same seed gives the same result.", min=0, max=2**63 - 1)]
+OptionalSeed = Annotated[
+    int | None,
+    option(
+        "The same seed gives the same result.", min=0, max=2**63 - 1, show_default="a seed of its own, always the same"
+    ),
+]
 Threads = Annotated[int | None, option("Threads to compute with.", min=1, max=1024, show_default="torch's own choice")]
 Report = Annotated[
     Path | None,
@@ -70,7 +77,48 @@ Json = Annotated[bool, option("Print the result as JSON.", "--json")]
 
 def note(message: str) -> None:
     """Print a line to stderr; stdout is for the result alone."""
-    print(message, file=sys.stderr, flush=True)
+    write(message, stream=sys.stderr)
+
+
+def refuse(option: str, why: str, others: dict[str, Any]) -> None:
+    """Raise where another option is given that this one would silence: what somebody says is done, or refused.
+
+    Args:
+        why: what is said about each of the others.
+        others: the value of each, by its name; None and False are not given.
+
+    Raises:
+        DataError: names the first of them.
+    """
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise DataError(f"{name} {why}. Fix: drop {name} or {option}.")
+
+
+def text_or_stdin(text: str, what: str) -> str:
+    """The text of an argument; of ``-`` the text on stdin, without the line break at its end.
+
+    Raises:
+        DataError: if stdin is empty, or no UTF-8.
+    """
+    return decoded(sys.stdin.buffer.read(), what, "stdin") if text == "-" else text
+
+
+def decoded(content: bytes, what: str, source: str) -> str:
+    """The text of a file or of stdin, without the line break at its end.
+
+    Raises:
+        DataError: if it is empty, or no UTF-8.
+    """
+    try:
+        text = content.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{what} is not UTF-8: {error}. Fix: iconv -f ENCODING -t utf-8, with its own encoding"
+        ) from None
+    if not text:  # more likely a mistake than an empty argument is; also where two arguments are -
+        raise DataError(f"{what} in {source} is empty. Fix: at least one character")
+    return text
 
 
 def many(n: int, thing: str) -> str:
@@ -84,17 +132,20 @@ def many(n: int, thing: str) -> str:
 
 def print_json(result: Any) -> None:
     """The result on stdout as JSON. Not-a-number and infinity have no JSON spelling: they raise."""
-    print(_json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))
+    write(_json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False), json=True)
 
 
-def print_result(data: Any, text: str, json: bool) -> None:
-    """The result of a verb on stdout: its data with ``--json``, and else its text."""
-    print_json(data) if json else print(text)
+def print_result(data: Any, text: str, json: bool, *, colours: bool = False) -> None:
+    """The result of a verb on stdout: its data with ``--json``, and else its text, which may have bold and dim words."""
+    if json:
+        print_json(data)
+    else:
+        write(text, colours=colours)
 
 
 def print_report(report: Any, json: bool, out: Path | None) -> None:
     """Print a report of an audit or of verify, write it where ``--out`` names a file, and end with its exit code."""
-    print(report.to_json() if json else report)
+    write(report.to_json() if json else str(report), json=json)
     if out is not None:
         note(f"wrote {report.save(out)}")
     if report.exit_code:

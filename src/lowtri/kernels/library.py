@@ -100,8 +100,8 @@ def unusable() -> str | None:
     if reason is None or _compiles():
         return None
     if _BUILDER.is_file():
-        return f"{reason}. Fix: make, or pip install 'lowtri[compile]'"
-    return f"{reason}. Fix: pip install --force-reinstall --no-deps lowtri"
+        return f"{reason}. Fix: make, or pip install numba"
+    return f"{reason}. Fix: pip install --force-reinstall --no-deps . in the checkout of lowtri"
 
 
 def without_kernels() -> str | None:

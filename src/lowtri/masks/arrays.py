@@ -25,9 +25,11 @@ VECTOR = {1: "(N,)"}
 ROWS = {**VECTOR, 2: "(B, N)"}
 TABLES = {2: "(Nq, Nk)", 3: "(B, Nq, Nk)", 4: "(B, H, Nq, Nk)"}
 
+_PADDED = "torch.nested.to_padded_tensor({}, 0.0), and keys(lengths=[...]) in the mask, with the length of each row"
 _FIXES = {
     "CausalBias": 'the mask "causal", or lowtri.scaled_dot_product_attention',
-    "DTensor": "{}.to_local()",
+    "DTensor": "{}.full_tensor()",
+    "NestedTensor": _PADDED,
     "MaskedTensor": "{}.get_data(), with lowtri.table or lowtri.keys for its mask",
     "MaskedArray": "{}.data, with lowtri.table or lowtri.keys for its mask",
 }
@@ -64,11 +66,11 @@ def why_not_plain(name: str, x: Any) -> str | None:
         if kind not in (torch.Tensor, torch.nn.Parameter) and not is_fake(x):
             fix = "{}.as_subclass(torch.Tensor)"
             if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                fix = "the plain tensor that it wraps"
+                fix = "a plain torch.Tensor with the values of {}"
             fix = _FIXES.get(kind.__name__, fix).format(name)
             return f"{name} is a {kind.__name__}, but subclasses of torch.Tensor are not taken. Fix: {fix}."
         if x.is_nested or x.layout is not torch.strided:
-            layout, fix = ("nested", "pad it") if x.is_nested else (str(x.layout), f"{name}.to_dense()")
+            layout, fix = ("nested", _PADDED.format(name)) if x.is_nested else (str(x.layout), f"{name}.to_dense()")
             return f"{name} is a {layout} tensor, but dense ones are taken. Fix: {fix}."
     elif isinstance(x, np.ndarray):
         fix = _FIXES.get(kind.__name__, "np.asarray({})").format(name)

@@ -534,6 +534,6 @@ def first_position(mask: Mask, nq: int, nk: int | None = None) -> tuple[int, int
     if nq > nk and mask.depends_on_query:
         raise MaskError(
             f"{nq} queries and {nk} keys under {shown(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
-            "Fix: pass their positions, q_positions=range(nq) if query i has the position of key i."
+            "Fix: q_positions=range(nq) in attention, if query i has the position of key i; mask(q, k) answers for any positions."
         )
     return max(nk - nq, 0), nq, nk

@@ -132,7 +132,7 @@ def draw(
 def save(mask: Mask | str, path: str | Path, nq: int | None = None, nk: int | None = None, **options: Any) -> None:
     """Write the picture of a mask to ``path``, by its name as .svg, .html, .png or .pdf; atomically.
 
-    PNG and PDF are drawn by matplotlib (``pip install 'lowtri[plot]'``). ``options`` are those of :func:`svg`.
+    PNG and PDF are drawn by matplotlib (``pip install matplotlib``). ``options`` are those of :func:`svg`.
 
     Raises:
         DataError: if ``path`` ends in none of these, or cannot be written, or matplotlib is missing.

@@ -97,7 +97,10 @@ class Decoder(nn.Module):
             CallError: if ids have another shape or dtype, or are outside the vocabulary, or exceed the context length.
         """
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-            raise CallError(f"Decoder: ids are {tuple(ids.shape)} {ids.dtype}; expected (B, N) int64. Fix: ids[None].")
+            raise CallError(
+                f"Decoder: ids are {tuple(ids.shape)} {ids.dtype}; expected (B, N) int64.\n"
+                "Fix: ids[None] of one row (N,); ids.long() of another dtype."
+            )
         if cache is not None and mask is not None and as_mask(mask) != cache.mask:
             raise CallError(
                 f"Decoder: mask {as_mask(mask)!r} differs from the mask of the cache, {cache.mask!r}.\n"

@@ -173,7 +173,8 @@ class RecurrentLM(nn.Module):
         """
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise CallError(
-                f"RecurrentLM: ids are {tuple(ids.shape)} {ids.dtype}; expected (B, N) int64. Fix: ids[None]."
+                f"RecurrentLM: ids are {tuple(ids.shape)} {ids.dtype}; expected (B, N) int64.\n"
+                "Fix: ids[None] of one row (N,); ids.long() of another dtype."
             )
         batch, n = ids.shape
         cache = cache if cache is not None else self.make_cache(batch)

@@ -57,7 +57,7 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
     if scale is not None and abs(scale) > largest:
         raise CallError(
             f"attention: scale is {float(scale):g}, but scores of {dtype_name(q.dtype)} times more than {largest:g} overflow. "
-            "Fix: multiply q instead."
+            "Fix: a smaller scale, or q, k and v in float64."
         )
     if softcap is not None and not 0 < _number("softcap", softcap) < math.inf:
         raise CallError(
@@ -237,7 +237,7 @@ def _check_batch(mask: Mask, rank: int, rows: int, heads: int) -> None:
     batch = mask.batch
     if batch and rank < 4 and batch[0] > 1:
         raise CallError(
-            f"attention: mask has batch {batch}, but q, k and v have none. Fix: x[None] for q, k and v, or mask.at(row)."
+            f"attention: mask has batch {batch}, but q, k and v have none. Fix: mask.at(row), for the row that q, k and v are."
         )
     if any(n not in (1, size) for n, size in zip(batch, (rows, heads), strict=False)):
         raise CallError(f"attention: mask has batch {batch}, but q has {rows} rows and {heads} heads.")
@@ -375,7 +375,8 @@ def _check_memory(shape: tuple[int, int, int, int], itemsize: int, dtype: str) -
         raise CallError(
             f"attention: return_weights=True makes an array {shape} of {dtype}: {size / 2**30:,.0f} GiB, and this machine has "
             f"{available / 2**30:,.0f} GiB.\n"
-            "Fix: a part of the queries at a time, attention(q[..., a:b, :], k, v, mask, q_positions=range(a, b), return_weights=True)."
+            "Fix: a part of the queries at a time, attention(q[..., a:b, :], k, v, mask, q_positions=p[a:b], return_weights=True), "
+            f"where p are the positions of all queries, by default range({shape[3] - shape[2]}, {shape[3]})."
         )
 
 

@@ -56,7 +56,7 @@ def _figure(svg: str, target: Path) -> Any:
         from matplotlib.font_manager import get_font_names
     except ImportError:
         raise DataError(
-            f"save: {target.name} needs matplotlib. Fix: pip install 'lowtri[plot]', or {target.stem}.svg."
+            f"save: {target.name} needs matplotlib. Fix: pip install matplotlib, or {target.stem}.svg."
         ) from None
     root = ET.fromstring(svg)
     width, height = (float(root.attrib[side]) for side in ("width", "height"))

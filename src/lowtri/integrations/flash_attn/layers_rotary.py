@@ -69,7 +69,10 @@ class RotaryEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         if scale_base is not None:
-            raise CallError("RotaryEmbedding: scale_base (XPos) is not computed here. Fix: scale_base=None.")
+            raise CallError(
+                "RotaryEmbedding: scale_base (XPos) is not computed here. "
+                "Fix: the package flash_attn on a GPU; scale_base=None is plain rotary."
+            )
         self.dim, self.base, self.interleaved = dim, float(base), interleaved
 
     def forward(

@@ -334,7 +334,8 @@ def tensor_function(argument: str, function: Callable[..., Any]) -> Callable[...
             )
         if argument == "score_mod" and result.dtype == torch.bool:
             raise CallError(
-                "flex_attention: score_mod gives torch.bool, but it must give scores. Fix: torch.where(condition, score, -inf)."
+                "flex_attention: score_mod gives torch.bool, but it must give scores. "
+                'Fix: torch.where(condition, score, float("-inf")).'
             )
         return result
 

@@ -71,7 +71,10 @@ def make_mask(
     numbers = getattr(config, "model_type", None) in _NEED_ADDITIVE
     forward = None if torch.compiler.is_compiling() else current_forward(config)
     if numbers and forward is not None and forward.required:
-        raise CallError(f"transformers: {config.model_type} writes numbers into its mask. Fix: attention_mask=None.")
+        raise CallError(
+            f"transformers: {config.model_type} writes numbers into its mask, so no other reaches it.\n"
+            "Fix: its own mask, with attention_mask=None."
+        )
     if numbers or torch.compiler.is_compiling():  # a compiled program cannot hold a lazy mask
         from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
