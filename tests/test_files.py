@@ -166,11 +166,13 @@ def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch:
         a_full_disk()
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_get_default_tempdir", a_missing_folder)
-    with pytest.raises(
-        DataError, match=r"no folder for temporary files can be written\. Fix: make room there, or TMPDIR="
+    with (
+        pytest.raises(
+            DataError, match=r"no folder for temporary files can be written\. Fix: make room there, or TMPDIR="
+        ),
+        files.writing("save", other / "m.png"),
     ):
-        with files.writing("save", other / "m.png"):
-            tempfile.mkdtemp()
+        tempfile.mkdtemp()
 
 
 def a_missing_folder(*_: object) -> str:

@@ -151,7 +151,8 @@ REFUSED = {
     "scale beyond float32": (
         (X, X, X),
         {"scale": 1e39},
-        r"scale is 1e\+39, but scores of float32 times more than 7.92282e\+28 overflow\. Fix: a smaller scale, or q, k and v in float64",
+        r"scale is 1e\+39, but scores of float32 times more than 7.92282e\+28 overflow\. "
+        "Fix: a smaller scale, or q, k and v in float64",
     ),
     "softcap a tensor": (
         (T, T, T),
@@ -308,7 +309,8 @@ def test_a_table_that_is_too_small():
 def test_more_queries_than_keys_say_where_they_stand():
     with pytest.raises(
         MaskError,
-        match=r"5 queries and 3 keys under causal: the queries cannot stand at the last 5 of 3 keys\.\nFix: q_positions=range\(nq\) in attention",
+        match=r"5 queries and 3 keys under causal: the queries cannot stand at the last 5 of 3 keys\.\n"
+        r"Fix: q_positions=range\(nq\) in attention",
     ):
         attention(X, X[:, :, :3], X[:, :, :3], "causal")
     with pytest.raises(MaskError, match="5 queries and 3 keys"):

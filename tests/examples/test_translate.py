@@ -186,7 +186,4 @@ def test_without_babel_it_says_what_to_install() -> None:
     code = f"import sys, runpy; sys.modules['babel'] = None; sys.argv = ['translate.py']; {run}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert (
-        "Babel, which knows the dates, is not installed. Fix: pip install babel"
-        in done.stderr.replace("\n", " ")
-    )
+    assert "Babel, which knows the dates, is not installed. Fix: pip install babel" in done.stderr.replace("\n", " ")

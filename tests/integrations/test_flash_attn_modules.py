@@ -101,7 +101,10 @@ def test_the_module_rotates_queries_and_keys_in_place(interleaved: bool) -> None
         wanted = torch.cat([expected[:, :, 0], expected[:, :, 1, :1], v[:, :, :1]], 2)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     assert module(source.bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(CallError, match=r"scale_base \(XPos\) is not computed here\. Fix: the package flash_attn on a GPU; scale_base=None is"):
+    with pytest.raises(
+        CallError,
+        match=r"scale_base \(XPos\) is not computed here\. Fix: the package flash_attn on a GPU; scale_base=None is",
+    ):
         RotaryEmbedding(8, scale_base=512.0)
 
 

@@ -196,7 +196,10 @@ def as_text(explained: Explanation, *, width: int = 100, colour: bool = False) -
 
     bold, dim = 1, 2
     lines = [styled(bold, spelled_out(explained.warning))] if explained.warning else []
-    lines += [styled(bold, f"mask {spelled_out(explained.mask)}"), *([spelled_out(explained.note)] if explained.note else [])]
+    lines += [
+        styled(bold, f"mask {spelled_out(explained.mask)}"),
+        *([spelled_out(explained.note)] if explained.note else []),
+    ]
     lines.append(f"{_HATCH} hidden by the mask: its weight is exactly 0. A plain 0.0000 is visible and counts.")
     for step in explained.steps:
         formula = f" = {step.formula}" if step.formula else ""
