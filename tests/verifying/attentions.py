@@ -77,7 +77,8 @@ def sdpa_causal(attend: Any, given: Any) -> Any:
     case, mask = given.case, None
     if case.text == "full" and given.bias is None:
         return attend(given.q, given.k, given.v, None, is_causal=False, scale=case.scale)
-    if not (case.text == "top left" or (case.nq == case.nk and case.text.startswith(("causal", "padding")))):
+    triangular = case.text == "causal" or case.text.startswith(("causal & ", "causal - ", "padding"))
+    if not (case.text == "top left" or (case.nq == case.nk and triangular)):
         raise NotImplementedError(f"mask {case.text}")
     if case.text.startswith("padding"):
         mask = given.visible.any(2, keepdim=True)[:, :1]  # (B, 1, 1, Nk)

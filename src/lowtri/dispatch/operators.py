@@ -328,6 +328,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     q, k, v, bias, sinks, mask, arrays, q_positions, k_positions, *options = inputs
     ctx.save_for_backward(q, k, v, bias, sinks, q_positions, k_positions, *(arrays or ()), *output)
     ctx.mask, ctx.options = mask, options
+    ctx.has_arrays = arrays is not None
 
 
 def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
@@ -335,8 +336,8 @@ def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     wanted = list(ctx.needs_input_grad[:5])
     arguments = (q, k, v, bias, sinks, ctx.mask, arrays or None, q_positions, k_positions, *ctx.options)
     grads = iter(_backward(d_output, d_lse, output, lse, wanted, *arguments))
-    of_mask = (None, [None] * len(arrays) if arrays else None)
-    return (*(next(grads) if want else None for want in wanted), *of_mask, *[None] * 7)
+    of_arrays = [None for _ in arrays] if ctx.has_arrays else None
+    return (*(next(grads) if want else None for want in wanted), None, of_arrays, *[None] * 7)
 
 
 _attention.register_autograd(_gradients, setup_context=_keep)
