@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
-from lowtri.masks.arrays import in_numpy, is_tensor
+from lowtri.masks.arrays import in_numpy, is_tensor, why_not_plain
 from lowtri.masks.picture import cells_of, token_labels
+from lowtri.masks.tile import shown
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.grids import MAX_CELLS, Grid, Panel, beside_one_another, levels, picture, shades
 from lowtri.pictures.pages import card, page
@@ -190,8 +191,8 @@ def show(
     """
     weights = _checked(weights)
     heads, nq, nk = (int(n) for n in weights.shape)
-    if not 0 <= head < heads:
-        raise CallError(f"show: there is no head {head} among {heads}. Fix: head from 0 to {heads - 1}.")
+    if isinstance(head, bool) or not isinstance(head, int | np.integer) or not 0 <= head < heads:
+        raise CallError(f"show: there is no head {shown(head)} among {heads}. Fix: head from 0 to {heads - 1}.")
     allowed = None if mask is None else as_mask(mask)
     if allowed is not None and (allowed.batch[:1] not in ((), (1,)) or allowed.batch[1:] not in ((), (1,), (heads,))):
         raise CallError(f"show: the mask has the batch {allowed.batch}, the weights {heads} heads. Fix: mask.at(b, h).")
@@ -210,7 +211,10 @@ def _checked(weights: Any) -> Any:
     Raises:
         CallError: if they have other dimensions, no entry, or no numbers.
     """
-    if not is_tensor(weights) and not (hasattr(weights, "shape") and hasattr(weights, "dtype")):
+    readable = why_not_plain("weights", weights)
+    if readable is not None:
+        raise CallError(f"show: {readable}")
+    if isinstance(weights, type) or not (hasattr(weights, "shape") and hasattr(weights, "dtype")):
         weights = in_numpy("weights", weights)
     if isinstance(weights, str):
         raise CallError(f"show: {weights}. Fix: (H, N, N) or (N, N) numbers.")

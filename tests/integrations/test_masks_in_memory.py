@@ -139,3 +139,25 @@ def test_content_is_that_of_numbers_shape_and_dtype() -> None:
     assert content_of(x[::2]) == content_of(x[::2].clone()) and content_of(None) is None
     assert np.array_equal(x.numpy(), np.arange(6))
     torch.vmap(lambda row: (content_of(row), row)[1])(x.reshape(2, 3))
+
+
+@pytest.mark.parametrize("change", WAYS)
+@pytest.mark.parametrize("captured", [0, 1])
+def test_lists_made_of_documents_that_change(change: Change, captured: int) -> None:
+    """The lists of our create_block_mask, full and empty blocks among them, were made of what the documents held then."""
+    ids = torch.full((N,), captured)
+    blocks = flex.create_block_mask(
+        lambda b, h, q, k: ids[q] * ids[k] == 1, None, None, N, N, device="cpu", BLOCK_SIZE=32
+    )
+    for value in (2, 1, 0):
+        change(ids, value)
+        visible = ids[:, None] * ids == 1
+        found = flex.flex_attention(Q, Q, Q, None, blocks)
+        torch.testing.assert_close(found, expected(visible).nan_to_num(), atol=1e-5, rtol=1e-5)
+
+
+def test_lists_decide_beside_another_mask_mod() -> None:
+    blocks = flex.create_block_mask(lambda b, h, q, k: k < 64, None, None, N, N, device="cpu", BLOCK_SIZE=32)
+    blocks.mask_mod = lambda b, h, q, k: q >= 0
+    visible = (torch.arange(N) < 64).expand(N, N)
+    torch.testing.assert_close(flex.flex_attention(Q, Q, Q, None, blocks), expected(visible), atol=1e-5, rtol=1e-5)

@@ -10,6 +10,7 @@ import numpy as np
 from lowtri.dispatch.choose import Choice, explain_choice
 from lowtri.dispatch.prepared import cast_for_autocast, prepare, run_eagerly, run_over_cache
 from lowtri.errors import CallError
+from lowtri.masks.arrays import is_tensor
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import describe, plain_array
 from lowtri.ops.call import CallOptions
@@ -240,11 +241,17 @@ def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array
         [plain_array("an lse", x, "merge") for x in lses],
     )
     whole = outputs + lses
-    if not all(hasattr(x, "dtype") for x in whole) or len({isinstance(x, np.ndarray) for x in whole}) > 1:
+    if (
+        not all(isinstance(x, np.ndarray) or is_tensor(x) for x in whole)
+        or len({isinstance(x, np.ndarray) for x in whole}) > 1
+    ):
         names = sorted({type(x).__name__ for x in whole})
         raise CallError(
             f"merge: got {' and '.join(names)}, but it takes NumPy arrays or torch tensors, all of one kind."
         )
+    if not all("float" in str(x.dtype) for x in whole):
+        dtypes = sorted({str(x.dtype) for x in whole})
+        raise CallError(f"merge: got {' and '.join(dtypes)}, but outputs and lses are floats. Fix: x.astype(float).")
     for out, lse in zip(outputs, lses, strict=True):
         if tuple(out.shape[:-1]) != tuple(lse.shape) or out.shape != outputs[0].shape:
             raise CallError(

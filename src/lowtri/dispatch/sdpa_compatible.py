@@ -81,8 +81,8 @@ def scaled_dot_product_attention(
     if not is_traced():
         query, key, value = (plain_array(*named, _NAME) for named in (("query", query), ("key", key), ("value", value)))
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not hasattr(x, "dtype") or x.ndim < 2:
-            got = tuple(x.shape) if hasattr(x, "shape") else type(x).__name__
+        if isinstance(x, type) or not hasattr(x, "dtype") or x.ndim < 2:
+            got = type(x).__name__ if isinstance(x, type) or not hasattr(x, "shape") else tuple(x.shape)
             raise _error(f"{name} is {got}, but it takes an array or a tensor of at least two dimensions, (..., N, E).")
     q, k, v = (x[None] if x.ndim == 2 and not enable_gqa else x for x in (query, key, value))
     if min(q.ndim, k.ndim, v.ndim) < 3:
@@ -149,7 +149,7 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> _Read:
         return _Read(triangle, None, indices)
     if not is_traced():
         attn_mask = plain_array("attn_mask", attn_mask, _NAME)
-    if not hasattr(attn_mask, "dtype"):
+    if isinstance(attn_mask, type) or not hasattr(attn_mask, "dtype"):
         raise _error(f"attn_mask is {type(attn_mask).__name__}, but it takes an array or a tensor.")
     kind, given_shape = str(attn_mask.dtype).removeprefix("torch."), tuple(attn_mask.shape)
     if kind != "bool" and "float" not in kind:

@@ -128,6 +128,8 @@ def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: in
     if encoding.shape[1] != width:
         raise CallError(f"explain: inputs are {encoding.shape}, but the module reads (N, {width}).")
     sizes = {w.shape[1] for w in maps.values()}
+    if isinstance(heads, bool) or not isinstance(heads, int | np.integer):
+        raise CallError(f"explain: heads is {heads!r:.60}; expected a whole number, at least 1.")
     if heads < 1 or any(size % heads for size in sizes):
         size = min(sizes)
         raise CallError(f"explain: {heads} heads do not divide d_model {size}. Fix: a divisor of {size}.")
@@ -264,6 +266,8 @@ def _array(x: Any) -> Floats:
     array = in_numpy("an array", plain_array("an array", x, "explain"))
     if isinstance(array, str):
         raise CallError(f"explain: {array}, but it takes numbers.")
+    if array.dtype.kind not in "biuf":
+        raise CallError(f"explain: an array is {array.dtype} {array.shape}, but it takes real numbers.")
     return np.asarray(array, dtype=np.float64)
 
 
@@ -273,8 +277,8 @@ def _row(arrays: dict[str, Any], dims: int, batch: int | None) -> tuple[list[Any
     rows = max(sizes.values())
     if set(sizes.values()) != {rows}:
         raise CallError(f"explain: the batch sizes differ: {', '.join(f'{name} {n}' for name, n in sizes.items())}.")
-    if not 0 <= (batch or 0) < rows:
-        raise CallError(f"explain: there is no batch row {batch} among {rows}. Fix: batch from 0 to {rows - 1}.")
+    if not isinstance(batch, int | np.integer | None) or not 0 <= (batch or 0) < rows:
+        raise CallError(f"explain: there is no batch row {batch!r:.60} among {rows}. Fix: batch from 0 to {rows - 1}.")
     return [x[batch or 0] if x.ndim == dims + 1 else x for x in arrays.values()], rows
 
 

@@ -7,7 +7,7 @@ visible weight may also be 0, and the two look different wherever they are shown
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,8 +138,8 @@ def explain(
     visible = _visible(allowed, captured, batch or 0) if captured.visible is None else captured.visible
     head = captured.head if head is None else head
     if head is not None:
-        if not 0 <= head < count:
-            raise CallError(f"explain: there is no head {head} among {count}. Fix: head from 0 to {count - 1}.")
+        if not isinstance(head, int | np.integer) or not 0 <= head < count:
+            raise CallError(f"explain: there is no head {head!r:.60} among {count}. Fix: head from 0 to {count - 1}.")
         given = {name: value[head : head + 1] if value.ndim == 3 else value for name, value in given.items()}
         visible = visible[head : head + 1]
 
@@ -263,6 +263,9 @@ def _numbered(n: int) -> tuple[str, ...]:
 def _labels(tokens: Sequence[str] | None, n: int) -> tuple[str, ...]:
     if tokens is None:
         return _numbered(n)
+    if not isinstance(tokens, Iterable):
+        raise CallError(f"explain: tokens is {tokens!r:.60}; expected one label for each key. Fix: a list of texts.")
+    tokens = list(tokens)
     if len(tokens) != n:
         raise CallError(f"explain: {len(tokens)} tokens for {n} keys. Fix: one label for each key.")
     return tuple(str(token) for token in tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
@@ -120,7 +120,9 @@ class KVCache:
 
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
         """Positions of a layer's next ``n`` tokens, (n,), or (B, n) where the rows of the batch differ."""
-        appends = self._layers[layer].appends if layer in self._layers else 0
+        if not isinstance(n, int | np.integer) or not 0 <= n <= POSITION_MAX:
+            raise CallError(f"next_positions: n is {shown(n)}; it counts tokens, from 0 to 2**62.")
+        appends = self._layers[layer].appends if isinstance(layer, Hashable) and layer in self._layers else 0
         allocated = appends < self._slots.appends  # by another layer of the same append
         positions = (self._slots.newest if allocated else self._slots.upcoming(n)).copy()
         return positions[0] if len(positions) == 1 else positions
@@ -277,7 +279,7 @@ class KVCache:
 
         Source: positions counted within the cache, as in StreamingLLM (Xiao et al. 2023).
         """
-        if not 0 <= keep <= POSITION_MAX:
+        if not isinstance(keep, int | np.integer) or not 0 <= keep <= POSITION_MAX:
             raise CallError(f"shift: keep is {shown(keep)}; it counts positions, from 0 to 2**62.")
         self._check_complete("shift")
         moved = self._slots.shift(keep)

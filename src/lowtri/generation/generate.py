@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.generation.models import NextLogits, context_of
 from lowtri.masks.arrays import in_numpy, is_tensor
+from lowtri.masks.tile import shown
 
 if TYPE_CHECKING:
     from typing import TypedDict
@@ -196,8 +198,8 @@ def _limit(rows: list[list[int]], max_new_tokens: int | None, context: int | Non
         if context is None:
             raise CallError("generate: the model declares no context length. Fix: max_new_tokens=...")
         return context - longest + 1  # the last token is not fed back and needs no position
-    if max_new_tokens < 0 or max_new_tokens != int(max_new_tokens):
-        raise CallError(f"generate: max_new_tokens is {max_new_tokens}; it counts tokens, at least 0.")
+    if not isinstance(max_new_tokens, int | float | np.number) or not 0 <= max_new_tokens < 2**62 or max_new_tokens % 1:
+        raise CallError(f"generate: max_new_tokens is {shown(max_new_tokens)}; it counts tokens, at least 0.")
     if context is not None and longest + max_new_tokens - 1 > context:
         raise CallError(
             f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the context of {context} positions.\n"
@@ -367,7 +369,13 @@ class Pieces:
 
 def stop_ids(stop: Any, tokenizer: Any) -> frozenset[int]:
     """Stop tokens as ids, from ids or texts of one token each."""
-    stops = [stop] if isinstance(stop, int | str) else stop
+    stops = [stop] if isinstance(stop, int | np.integer | str) else stop
+    try:
+        stops = [token if isinstance(token, str) else operator.index(token) for token in stops]
+    except TypeError:
+        raise CallError(
+            f"generate: stop is {shown(stop)}; expected ids of tokens or texts of one token each."
+        ) from None
     return frozenset(_one_token(tokenizer, token) if isinstance(token, str) else int(token) for token in stops)
 
 

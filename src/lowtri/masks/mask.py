@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import FrozenArray
+from lowtri.masks.arrays import FrozenArray, is_tensor
 from lowtri.masks.tile import (
     EMPTY,
     MAX_POSITIONS,
@@ -310,13 +310,17 @@ class Mask:
                 f"additive: hidden is {shown(hidden)}, but it must lie below 0 to hide anything. Fix: hidden=-inf."
             )
         values = np.where(self.dense(nq, nk), 0.0, hidden)
+        if like is not None and not is_tensor(like):
+            raise MaskError(f"additive: like is {shown(like)}; expected a torch tensor. Fix: dtype= for a NumPy table.")
         if like is not None:
             kind, out = like.dtype, like.new_tensor(values)
         else:
             try:
                 kind = np.dtype(dtype)
-            except TypeError:
-                raise MaskError(f"additive: dtype is {dtype}; it takes NumPy dtypes. Fix: like=tensor.") from None
+            except (TypeError, ValueError):
+                raise MaskError(
+                    f"additive: dtype is {shown(dtype)}; it takes NumPy dtypes. Fix: like=tensor."
+                ) from None
             with np.errstate(over="ignore"):
                 out = values.astype(kind)
         if np.isfinite(hidden) and bool((abs(out) == float("inf")).any()):

@@ -8,7 +8,7 @@ ones are filled, so 'hidden' and 'visible with weight 0' look different.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ from lowtri.masks.array_masks import Table
 from lowtri.masks.arrays import in_numpy
 from lowtri.masks.mask import Mask, first_position
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import POSITION_MAX, check_count
+from lowtri.masks.tile import POSITION_MAX, check_count, shown
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, beside_one_another, levels, picture, shades
 from lowtri.pictures.labels import shortened, split
@@ -306,6 +306,11 @@ def token_labels(
         if query_tokens is not None:
             raise error(f"{function}: got query_tokens without tokens. Fix: tokens= names the keys.")
         return (), ()
+    for name, given in (("tokens", tokens), ("query_tokens", query_tokens)):
+        if given is not None and not isinstance(given, Iterable):
+            raise error(
+                f"{function}: {name} is {shown(given)}; expected labels. Fix: a list of texts, one for each position."
+            )
     keys = token_list(tokens)
     if len(keys) != nk:
         raise error(f"{function}: got {len(keys)} tokens for {nk} keys. Fix: one token for each key, in a list.")

@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 TILE_Q = 64  # queries in a tile: their bits for one key are one machine word
 _TILES_AT_ONCE = 4096  # a million words: 4 MB for each mask that is joined
 _PAIRS_AT_ONCE = 2**19  # computed by a formula at once: they fit into a processor's cache
-_ONES = np.array([bin(byte).count("1") for byte in range(256)], np.int64)
+_ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
 Words = NDArray[np.uint64]
 
@@ -408,7 +408,7 @@ class Patterns:
 
 def bit_counts(words: Words) -> Ints:
     """(n,): how many bits are set in each of n rows of words."""
-    return _ONES[words.view(np.uint8)].sum(1)
+    return _ONES[words.view(np.uint8)].sum(1, dtype=np.int64)
 
 
 class Boxes(NamedTuple):

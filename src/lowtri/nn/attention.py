@@ -17,6 +17,7 @@ Source of the layers: Touvron et al. 2023; Radford et al. 2019.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,6 +44,13 @@ class Cache(Protocol):
     def append(self, k: Any, v: Any, positions: Any = None, layer: int = 0) -> tuple[Any, Any, NDArray[np.int64]]:
         """Add new tokens; return the keys and values that their queries can see, and the positions of these."""
         ...
+
+
+def _check_tensor(module: str, name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise CallError(
+            f"{module}: {name} is {type(x).__name__}; expected a torch tensor. Fix: torch.as_tensor({name})."
+        )
 
 
 class MaskedSelfAttention(nn.Module):
@@ -89,6 +97,7 @@ class MaskedSelfAttention(nn.Module):
             CallError: if ``x`` has another shape.
             MaskError: if the mask is a bare tensor, in which the meaning of True is ambiguous.
         """
+        _check_tensor("MaskedSelfAttention", "x", x)
         if x.ndim not in (2, 3) or x.shape[-1] != self.W_q.in_features:
             raise CallError(
                 f"MaskedSelfAttention: x is {tuple(x.shape)}, expected (N, {self.W_q.in_features}) "
@@ -154,6 +163,8 @@ class MultiHeadAttention(nn.Module):
         self.mask, self.rope_theta, self.rope_scaling = as_mask(mask), rope_theta, rope_scaling
         sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": self.num_kv_heads}
         self.head_dim = head_size("MultiHeadAttention", head_dim, rope_theta is not None, sizes)
+        if context_size is not None and not isinstance(context_size, Integral):
+            check_size("MultiHeadAttention", "context_size", context_size)
         self.context_size, width = context_size or d_model, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(self.context_size, width, bias=bias)
@@ -194,6 +205,11 @@ class MultiHeadAttention(nn.Module):
         Returns:
             output in the shape of ``x``; with ``return_weights`` also the weights, (B, Hq, N, Nk), or (Hq, N, Nk) without a batch.
         """
+        _check_tensor("MultiHeadAttention", "x", x)
+        if context is not None:
+            _check_tensor("MultiHeadAttention", "context", context)
+        if cache is not None and not hasattr(cache, "mask"):
+            raise CallError(f"MultiHeadAttention: cache is {type(cache).__name__}. Fix: lowtri.KVCache(mask).")
         batched = x.ndim != 2
         if not batched:
             x, context = x[None], None if context is None else context[None]

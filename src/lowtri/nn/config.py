@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 from lowtri.errors import CallError, DataError
@@ -154,14 +155,16 @@ def check_size(owner: str, name: str, value: Any, least: int = 1) -> None:
 def head_size(owner: str, given: int | None, rotary: bool, sizes: Mapping[str, int]) -> int:
     """The size of a head: ``given``, or the width divided by the heads. ``sizes`` are width, heads and key/value heads."""
     (width, d), (heads, count), (kv_heads, kv_count) = sizes.items()
+    for name, value in sizes.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value > MOST:
+            check_size(owner, name, value)
+    if given is not None and not isinstance(given, Integral):
+        check_size(owner, "head_dim", given)
     wrong = ""
     if min(d, count, kv_count) < 1:
         wrong = f"{width} {d}, {heads} {count}, {kv_heads} {kv_count}"
     elif count % kv_count:
         wrong = f"{heads} {count} is not a multiple of {kv_heads} {kv_count}"
-    for name, value in sizes.items():
-        if value > MOST:
-            check_size(owner, name, value)
     if wrong:
         raise CallError(
             f"{owner}: {wrong}: each key/value head serves an equal number of query heads.\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ def sinusoidal(n: int, d: int) -> Tensor:
 
     Source: Vaswani et al. 2017, section 3.5.
     """
+    if not (isinstance(n, Integral) and isinstance(d, Integral)):
+        raise CallError(f"sinusoidal: n is {n!r:.60} and d is {d!r:.60}; expected whole numbers.")
     if not 0 <= n <= 2**31 or not 1 <= d <= 2**31:
         raise CallError(f"sinusoidal: n is {n} and d is {d}; n is at least 0 and d at least 1, both at most 2**31.")
     frequency = 10000.0 ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)  # (ceil(d/2),)

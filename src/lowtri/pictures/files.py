@@ -28,6 +28,8 @@ def save_picture(path: str | Path, forms: Mapping[str, Callable[[], str]]) -> Pa
     Raises:
         DataError: if the suffix names no format, matplotlib is missing, or the file cannot be written.
     """
+    if not isinstance(path, str | Path):
+        raise DataError(f'save: the path is {path!r:.60}; expected the name of a file. Fix: "mask.svg".')
     target = Path(path)
     suffix = target.suffix.lower()
     if suffix not in (*forms, *_DRAWN):

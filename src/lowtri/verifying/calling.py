@@ -306,7 +306,7 @@ def caller_of(
         CallError: if ``signature`` is unknown, or there is no such library; the message has what the callable raised.
         UndecidedError: if the simplest call has no result within the limit.
     """
-    if not callable(signature) and signature not in SIGNATURES:
+    if not callable(signature) and (not isinstance(signature, str) or signature not in SIGNATURES):
         raise CallError(
             f"verify: signature={signature!r}; expected {', '.join(SIGNATURES)}, or a function that makes the call.\n"
             "Fix: name the library whose arguments attend takes."

@@ -72,7 +72,9 @@ def verify(
         raise CallError(
             f"verify: attend is {type(attend).__name__}; expected a function.\nFix: pass the function itself."
         )
-    _check(device, seed, differences or {})
+    _check(device, seed, {} if differences is None else differences)
+    if not isinstance(limit, int | float) or not 0 < limit < float("inf"):
+        raise CallError(f"verify: limit={limit!r:.60}; expected seconds, above 0. Fix: limit=60.")
     chosen, names = [replace(case, seed=seed) for case in _cases(cases)], _dtypes(dtypes)
     run = _Verification(caller_of(attend, signature, names, device, gradients, limit), dict(differences or {}))
     for dtype in names:
@@ -240,12 +242,17 @@ def _check(device: str, seed: int, differences: Mapping[str, str]) -> None:
         raise CallError(f"verify: seed={seed!r}; expected a whole number, at least 0.")
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         fix = "a device that this torch has, such as cpu"
         raise CallError(f"verify: device={device!r}: {first}.\nFix: {fix}.") from None
+    if not isinstance(differences, Mapping):
+        raise CallError(
+            f"verify: differences is {type(differences).__name__}; expected a dict.\n"
+            "Fix: {name of a case or a mistake: the sentence that documents it}."
+        )
     known = {*(case.name for case in CASES), *MISTAKES}
-    for name in differences:
+    for name in map(str, differences):
         if not any(one in known for one in (name, name.partition(" (")[0], *name.split(" and "))):
             raise CallError(
                 f"verify: differences={name!r} is neither a case nor a mistake.\n"
@@ -255,10 +262,12 @@ def _check(device: str, seed: int, differences: Mapping[str, str]) -> None:
 
 def _cases(cases: str | Iterable[str] | None) -> list[Case]:
     known = {case.name: case for case in CASES}
+    if cases is not None and not isinstance(cases, Iterable):
+        raise CallError(f"verify: cases={cases!r:.60}; expected names of cases, or a part of a name.")
     if isinstance(cases, str):
         names = [name for name in known if cases in name]
     else:
-        names = list(known if cases is None else cases)
+        names = list(known) if cases is None else [str(name) for name in cases]
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise CallError(
@@ -269,6 +278,8 @@ def _cases(cases: str | Iterable[str] | None) -> list[Case]:
 
 
 def _dtypes(dtypes: Sequence[str] | None) -> list[str]:
+    if dtypes is not None and not isinstance(dtypes, Iterable):
+        raise CallError(f"verify: dtypes={dtypes!r:.60}; expected {', '.join(DTYPES)}.\nFix: one or more of these.")
     given = DTYPES[:3] if dtypes is None else [dtypes] if isinstance(dtypes, str) else dtypes
     names = [str(one).removeprefix("torch.") for one in given]
     unknown = [name for name in names if name not in DTYPES]

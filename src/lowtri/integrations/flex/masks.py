@@ -150,13 +150,17 @@ def create_block_mask(
     else:
         seen, whole = _blocks_by_pairs(mask, nq, nk, size)
     seen, whole = (np.broadcast_to(x, (rows, heads, *x.shape[2:])) for x in (seen, whole))
-    return block_mask_of_blocks(seen, whole if separate_full_blocks else None, (nq, nk), size, mask_mod, device)
+    blocks = block_mask_of_blocks(seen, whole if separate_full_blocks else None, (nq, nk), size, mask_mod, device)
+    traced = trace(mask_mod, blocks.kv_num_blocks.device)
+    _MADE_OF[blocks] = mask_mod, None if traced is None else (traced, traced.content())
+    return blocks
 
 
 def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
     """A BlockMask as a mask whose positions are indices; ``shape`` is B, Hq, Nq, Nk of the call.
 
     As in FlexAttention's kernels the lists decide which blocks are visible, and mask_mod decides within those that are not full.
+    Lists of our create_block_mask say nothing any more once the tensors that mask_mod captures hold other numbers: it decides alone.
     What was read is kept as long as its lists, and the tensors that its mask_mod captures, hold what they held.
 
     Raises:
@@ -178,10 +182,18 @@ def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
     key = shape, traced, captured, fn, *map(content_of, lists)
     kept = _MASKS.get(blocks)
     if kept is None or kept[0] != key or captured is None:  # what cannot be followed may have changed
-        listed, whole = (_listed(blocks, *pair) for pair in (lists[:2], lists[2:]))
-        sizes = blocks.BLOCK_SIZE
-        kept = _MASKS[blocks] = key, (Blocks(listed, sizes) & function_mask(fn, shape, device)) | Blocks(whole, sizes)
+        mask = function_mask(fn, shape, device)
+        made_for, made_of = _MADE_OF.get(blocks, (None, None))
+        if made_for is not fn or made_of is None or captured is None or made_of == (traced, captured):
+            listed, whole = (_listed(blocks, *pair) for pair in (lists[:2], lists[2:]))
+            sizes = blocks.BLOCK_SIZE
+            mask = (Blocks(listed, sizes) & mask) | Blocks(whole, sizes)
+        kept = _MASKS[blocks] = key, mask
     return kept[1]
+
+
+# BlockMask of our create_block_mask -> its mask_mod, and what that was made of then; None where it cannot be followed
+_MADE_OF: weakref.WeakKeyDictionary[BlockMask, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 # BlockMask -> (the sizes, the function, and the content of what it captures and of the lists that the mask was read from; the mask)
