@@ -111,7 +111,9 @@ def _is_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:
         from lowtri.ops.tensors import is_dense_cpu as is_dense
     if not (is_dense(q) and is_dense(k) and is_dense(v) and q.ndim == k.ndim == v.ndim == 4):
         return False
-    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    of_q: tuple[int, ...] = q.shape
+    of_k: tuple[int, ...] = k.shape
+    of_v: tuple[int, ...] = v.shape
     shared = of_q[1] == of_k[1] or (enable_gqa and 0 < of_k[1] <= of_q[1] and of_q[1] % of_k[1] == 0)
     return shared and of_q[0] == of_k[0] and of_k[:3] == of_v[:3] and of_q[3] == of_k[3] > 0
 
