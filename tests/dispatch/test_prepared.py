@@ -57,6 +57,104 @@ def test_other_arrays_give_what_they_would_have_given_alone(made, dtype, sizes, 
     assert made == []
 
 
+def goes_the_short_way(*arrays: torch.Tensor, mask: object = CAUSAL) -> bool:
+    from lowtri.dispatch.quick import find
+
+    return find(*arrays, mask, None, None, 0.0, False, False, "auto") is not None
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("nq", [1, 40])
+def test_equal_calls_go_a_short_way_with_the_same_bits(nq: int, gradients: bool) -> None:
+    calls = [[x.requires_grad_(gradients) for x in cache(seed, nq=nq)] for seed in range(3)]
+    assert not goes_the_short_way(*calls[0])
+    first = lowtri.attention(*calls[0], CAUSAL)
+    assert all(goes_the_short_way(*call) for call in calls)
+    assert goes_the_short_way(*calls[0], mask=lowtri.causal()) and not goes_the_short_way(*calls[0], mask="causal")
+    assert torch.equal(lowtri.attention(*calls[0], CAUSAL), first)
+    for call in calls:
+        output = lowtri.attention(*call, CAUSAL)
+        gradients_of = torch.autograd.grad(output.sum(), call) if gradients else ()
+        PREPARED.clear()
+        alone = lowtri.attention(*call, CAUSAL)
+        assert torch.equal(output, alone) and output.stride() == alone.stride()
+        again = torch.autograd.grad(alone.sum(), call) if gradients else ()
+        assert all(torch.equal(one, other) for one, other in zip(gradients_of, again, strict=True))
+
+
+class _Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def _negative(x: torch.Tensor) -> torch.Tensor:
+    return torch.complex(torch.zeros_like(x), -x).conj().imag
+
+
+def _under(context):
+    def find(q, k, v):
+        with context():
+            return goes_the_short_way(q, k, v)
+
+    return find
+
+
+def _traced(q, k, v):
+    found = []
+    torch.jit.trace(lambda x: found.append(goes_the_short_way(q, k, v)) or x + 1, torch.ones(1), check_trace=False)
+    return found[0]
+
+
+def _mapped(q, k, v):
+    found = []
+    torch.vmap(lambda x: found.append(goes_the_short_way(q, k, v)) or x + 1)(torch.ones(2))
+    return found[0]
+
+
+UNUSUAL = {
+    "a parameter": lambda q, k, v: goes_the_short_way(torch.nn.Parameter(q), k, v),
+    "NumPy's arrays": lambda q, k, v: goes_the_short_way(q.numpy(), k.numpy(), v.numpy()),
+    "a negated view": lambda q, k, v: goes_the_short_way(q, _negative(k), v),
+    "zeros without memory": lambda q, k, v: goes_the_short_way(q, k, torch._efficientzerotensor(v.shape)),
+    "a sparse tensor": lambda q, k, v: goes_the_short_way(q, k.to_sparse(), v),
+    "another device": lambda q, k, v: goes_the_short_way(q.to("meta"), k.to("meta"), v.to("meta")),
+    "another dtype": lambda q, k, v: goes_the_short_way(q, k.double(), v),
+    "other heads": lambda q, k, v: goes_the_short_way(q, k[:, :1], v[:, :1]),
+    "other head sizes": lambda q, k, v: goes_the_short_way(q, k[..., :16], v),
+    "unequal lengths": lambda q, k, v: goes_the_short_way(q, k, v[:, :, 1:]),
+    "no keys": lambda q, k, v: goes_the_short_way(q, k[:, :, :0], v[:, :, :0]),
+    "a gradient": lambda q, k, v: goes_the_short_way(q, k, v.clone().requires_grad_()),
+    "a mask that has no hash": lambda q, k, v: goes_the_short_way(q, k, v, mask=[]),
+    "autocast": _under(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    "a dispatch mode": _under(_Mode),
+    "forward mode": _under(torch.autograd.forward_ad.dual_level),
+    "a trace": _traced,
+    "vmap": _mapped,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_the_short_way_cannot_serve_is_not_found_there(name: str) -> None:
+    q, k, v = cache()
+    lowtri.attention(q, k, v, CAUSAL)
+    assert goes_the_short_way(q, k, v) and not UNUSUAL[name](q, k, v)
+
+
+def test_calls_with_other_arrays_or_large_plans_are_not_kept_for_the_short_way() -> None:
+    q, k, v = cache()
+    for options in ({"sinks": torch.ones(4)}, {"bias": torch.zeros(300)}, {"q_positions": [3]}, {"return_lse": True}):
+        lowtri.attention(q, k, v, CAUSAL, **options)
+        assert not PREPARED.quick
+    lowtri.attention(q, k, v, CAUSAL)
+    assert PREPARED.quick
+    for scale in range(1, 300):
+        lowtri.attention(q, k, v, CAUSAL, scale=scale / 100)
+    assert len(PREPARED.quick) <= 64
+    PREPARED.clear()
+    assert not PREPARED.quick and not goes_the_short_way(q, k, v)
+
+
 OTHERS = {
     "scale": lambda q, k, v: ((q, k, v, CAUSAL), {"scale": 0.5}),
     "softcap": lambda q, k, v: ((q, k, v, CAUSAL), {"softcap": 3.0}),

@@ -375,3 +375,35 @@ def test_compiled_once_for_all_lengths():
             q, k, v = draw((b, 4), nq, nk, kv_front=(b, 2) if "enable_gqa" in kwargs else None)
             assert near(program(q, k, v), step(q, k, v), "float32"), kwargs
         assert counter.frame_count == 1, kwargs
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}])
+def test_arrays_that_attention_takes_are_passed_on_as_they_are(monkeypatch, kind, options):
+    q, k, v = draw((2, 4), 5, 5, kv_front=(2, 2) if "enable_gqa" in options else None)
+    if kind == "numpy":
+        q, k, v = (x.numpy() for x in (q, k, v))
+    passed = []
+    real = sdpa_compatible.attention
+    monkeypatch.setattr(sdpa_compatible, "attention", lambda *args, **more: passed.append(args) or real(*args, **more))
+    output = ours(q, k, v, **options)
+    assert passed[0][0] is q and passed[0][1] is k and passed[0][2] is v
+    general = ours(q[:, None], k[:, None], v[:, None], **options)  # five dimensions, which are broadcast
+    assert passed[1][0] is not q
+    assert np.array_equal(output, general[:, 0])
+
+
+NOT_AS_THEY_ARE = {
+    "broadcast heads": lambda q, k, v: (q, k[:, :1], v[:, :1]),
+    "broadcast rows": lambda q, k, v: (q[:1], k, v),
+    "three dimensions": lambda q, k, v: (q[0], k[0], v[0]),
+    "a negated view": lambda q, k, v: (torch.complex(q, -q).conj().imag, k, v),
+    "zeros without memory": lambda q, k, v: (q, k, torch._efficientzerotensor(v.shape)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_AS_THEY_ARE)
+def test_other_arrays_are_made_such(name):
+    arrays = NOT_AS_THEY_ARE[name](*draw((2, 4), 5, 5))
+    assert not sdpa_compatible._is_usual(*arrays, False)
+    torch.testing.assert_close(ours(*arrays), torchs(*arrays), atol=1e-5, rtol=0)

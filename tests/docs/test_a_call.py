@@ -42,24 +42,24 @@ def functions_that_run(function: Callable[[], object]) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("number", range(4), ids=["again", "with gradients", "the first", "a token"])
+@pytest.mark.parametrize("number", range(5), ids=["again", "with gradients", "the long way", "the first", "a token"])
 def test_the_page_names_what_runs_in_its_order(number: int) -> None:
-    assert len(tables()) == 4
+    assert len(tables()) == 5
     q = torch.randn(1, 2, 16, 64, requires_grad=number == 1)
     cache = lowtri.KVCache("causal & window(64)")
     token = torch.randn(1, 2, 1, 64)
 
     def call() -> None:
-        output = lowtri.attention(q, q, q, "causal")
+        output = lowtri.attention(q, q, q, "causal", sinks=torch.zeros(2) if number == 2 else None)
         if number == 1:
             output.sum().backward()
 
     def step() -> None:
         cache.attend(token, token, token)
 
-    run = step if number == 3 else call
+    run = step if number == 4 else call
     PREPARED.clear()
-    for _ in range(0 if number == 2 else 2):
+    for _ in range(0 if number == 3 else 2):
         run()
     ran = functions_that_run(run)
     start = 0

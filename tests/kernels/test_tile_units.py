@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import EPS
@@ -136,8 +137,8 @@ def test_scratch_memory_is_written_before_it_is_read(tiles: None, fill: int) -> 
     ):
         x, sinks = inputs(shape), torch.ones(4)
         before = results(x, mask, "cpu", sinks=sinks)
-        for scratch in launch._scratch:
-            scratch._memory[:] = fill
+        for memory in launch._pool:
+            np.asarray(memory.bytes)[:] = fill
         after = results(x, mask, "cpu", sinks=sinks)
         assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
 

@@ -18,6 +18,7 @@ Both depend on the call's description only, so equal calls run on the same backe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
@@ -65,6 +66,13 @@ class Prepared(ABC):
     @abstractmethod
     def checks_values(self) -> bool:
         """Whether the mask is kept to for finite, moderate numbers only, so that ``engine="auto"`` asks ``is_exact_for``."""
+
+    def plain(self) -> Callable[[Any, Any, Any], Any] | None:
+        """A function of q, k and v instead of :meth:`run`, for tensors, if there is nothing else to read, cast or return.
+
+        It returns the output, or where the call needs gradients and ``run`` a state, all fields of the result.
+        """
+        return None
 
     def gradients(self, inputs: Inputs, output: Any, state: Any, d_output: Any, d_lse: Any = None) -> Inputs:
         """The gradients of the inputs, None where none is needed, in any dtype.

@@ -147,14 +147,32 @@ def attention(
 
     Source: Vaswani et al. 2017, section 3.2.
     """
+    if _find is not None and bias is None and sinks is None and q_positions is None and k_positions is None:
+        run = _find(q, k, v, mask, scale, softcap, dropout, return_weights, return_lse, engine)
+        if run is not None:
+            return run(q, k, v)
     options = CallOptions(
         scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, engine
     )
     if not is_traced():
-        return run_eagerly(q, k, v, mask, options)
+        return run_eagerly(q, k, v, mask, options, _short_way())
     from lowtri.dispatch.operators import traced
 
     return traced(*cast_for_autocast(q, k, v)[1:], mask, options)
+
+
+_find: Any = None  # lowtri.dispatch.quick.find and .learn, once torch is loaded
+_learn: Any = None
+
+
+def _short_way() -> Any:
+    """What is told of calls that may go the short way from now on; None without torch."""
+    global _find, _learn
+    if _find is None and "torch" in sys.modules:
+        from lowtri.dispatch.quick import find, learn
+
+        _find, _learn = find, learn
+    return _learn
 
 
 def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:

@@ -6,7 +6,7 @@ Kernels and torch's fused attention return gradients without a graph, the defini
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,17 +24,20 @@ def differentiable(prepared: Prepared, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""
     # Each argument takes microseconds, so most calls have three tensors only.
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
-    apply = _apply_to_dense if call.opaque is None else _Differentiable.apply
-    results = apply(prepared, call, *arrays)
+    apply = apply_to_dense if call.opaque is None else _Differentiable.apply
+    results = apply(lambda *arrays: prepared.run(Inputs(*arrays)), prepared, call, *arrays)
     return Result(*results) if isinstance(results, tuple) else Result(results)
 
 
 class _Differentiable(torch.autograd.Function):
-    """The output of a prepared call; with its weights and log-sum-exp, None where there are none, if the call returns any of them."""
+    """The output of a prepared call; with its weights and log-sum-exp, None where there are none, if the call returns any of them.
+
+    ``run`` takes the inputs as they are, and returns the fields of the result.
+    """
 
     @staticmethod
-    def forward(ctx: Any, prepared: Prepared, call: Call, *inputs: Tensor | None) -> Any:
-        output, weights, lse, state = prepared.run(Inputs(*inputs))
+    def forward(ctx: Any, run: Callable[..., Any], prepared: Prepared, call: Call, *inputs: Tensor | None) -> Any:
+        output, weights, lse, state = run(*inputs)
         ctx.prepared, ctx.call, ctx.states = prepared, call, [state]
         # What was saved, if a hook of the user's may pack it.
         ctx.saved = None
@@ -70,18 +73,18 @@ def _backward(ctx: Any, dense: bool, d_output: Any, d_weights: Any = None, d_lse
     by_formula = transformed or not dense or source is GradientSource.FORMULA
     if by_formula or (prepared.checks_values() and not prepared.is_exact_for(inputs, d_output)):
         d_result = Result(d_output, d_weights, d_lse)
-        return None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[2:])
+        return None, None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[3:])
     if ctx.saved is not None:
         _check_unpacked((*arrays, output), ctx.saved)
     if source is GradientSource.LSE:
         state = ctx.states[0]
     else:  # the first backward consumes a graph, which frees its memory; a second one records it again
         state = ctx.states.pop() if ctx.states else prepared.run(inputs).state
-    return None, None, *prepared.gradients(inputs, output, state, d_output, d_lse)[: len(arrays)]
+    return None, None, None, *prepared.gradients(inputs, output, state, d_output, d_lse)[: len(arrays)]
 
 
 # Dense tensors are in no transform of torch.func, and looking for one takes longer than a small kernel.
-_apply_to_dense = apply_function(_Differentiable)
+apply_to_dense = apply_function(_Differentiable)
 
 
 def _check_unpacked(tensors: Sequence[Tensor | None], packed: Sequence[Any]) -> None:

@@ -27,17 +27,21 @@ from lowtri.ops.distance_bias import DistanceBias
 from lowtri.system import after_fork
 
 _UNCHANGED = nullcontext()
-_MOST_KEPT = 2**20  # bytes of a table of visible keys that the newest call keeps
+MOST_KEPT = 2**20  # bytes of a table of visible keys that the newest call keeps
 
 
-def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
-    """:func:`lowtri.attention` outside of a trace."""
+def run_eagerly(
+    q: Any, k: Any, v: Any, mask: Any, options: CallOptions, learn: Callable[..., None] | None = None
+) -> Any:
+    """:func:`lowtri.attention` outside of a trace; ``learn`` is told of prepared calls of three tensors at the default positions."""
     device = autocast_device(q)
     if device is not None:
         _, q, k, v = cast_for_autocast(q, k, v)
     ready, inputs = prepared_call(q, k, v, mask, options)
     if device is None:
         result = ready.run(inputs)
+        if learn is not None and ready.is_short and options.q_positions is None and options.k_positions is None:
+            learn(ready, q, k, v, mask, options)
     else:
         with without_autocast(device):
             result = ready.run(inputs)
@@ -110,6 +114,8 @@ class CachedCall:
     selective: bool
     differentiates: bool
     is_4d_qkv: bool  # the user's q, k and v have four dimensions, and there is no other array
+    is_short: bool  # and these are dense tensors, and the output is all that is returned
+    any_keys: CachedCall | None = None  # this call, or the one it comes from, if that serves any number of keys
     newest: tuple[Hashable, CachedCall] | None = (
         None  # where any keys are served: those of the last run, and the call at these
     )
@@ -127,7 +133,15 @@ class CachedCall:
     def with_keys(self, prepared: Prepared) -> CachedCall:
         """This call where it is prepared for other keys. All else is as it is here."""
         return CachedCall(
-            self.call, self.backend, prepared, self.by_name, self.selective, self.differentiates, self.is_4d_qkv
+            self.call,
+            self.backend,
+            prepared,
+            self.by_name,
+            self.selective,
+            self.differentiates,
+            self.is_4d_qkv,
+            self.is_short,
+            self.any_keys,
         )
 
     def fallback(self, inputs: Inputs) -> CachedCall | None:
@@ -161,7 +175,10 @@ def prepare(call: Call, engine: str) -> CachedCall:
     selective = call.opaque is None and prepared.checks_values()  # opaque data is not inspected
     differentiates = call.needs_grad and prepared.gradient_source() is not GradientSource.GRAPH
     is_4d_qkv = call.rank == 4 and call.bias is None and call.sinks is None
-    return CachedCall(call, name, prepared, engine != "auto", selective, differentiates, is_4d_qkv)
+    is_short = is_4d_qkv and not (call.is_numpy or call.opaque or selective or call.return_weights or call.return_lse)
+    ready = CachedCall(call, name, prepared, engine != "auto", selective, differentiates, is_4d_qkv, is_short)
+    ready.any_keys = ready if prepared.any_keys else None
+    return ready
 
 
 def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tuple[CachedCall, Inputs]:
@@ -284,10 +301,10 @@ def _at_these_keys(
     if known is not None:
         return known
     rows, nq = call.q.shape[0], call.q.shape[2]
-    if nk == 0 or (options.q_positions is None and nq > nk and call.mask.depends_on_query) or call.mask.row_lengths:
+    default = default_positions(call, nk, options.q_positions is not None)
+    if default is None:
         return None
-    q_positions, k_positions, start = None, None, max(nk - nq, 0)
-    q_low, q_high, k_low, k_high = start, start + nq - 1, 0, nk - 1
+    q_positions, k_positions, (q_low, q_high, k_low, k_high) = None, None, default.bounds
     if options.k_positions is not None:
         checked = _checked(k_given, rows, nk)
         if checked is None:
@@ -301,6 +318,15 @@ def _at_these_keys(
             return None
         q_positions, q_low, q_high = checked
     return _prepare_at(ready, inputs, keys, Positions(nk, q_positions, k_positions, (q_low, q_high, k_low, k_high)))
+
+
+def default_positions(call: Call, nk: int, q_given: bool = False) -> Positions | None:
+    """The positions of a call of so many keys, where none are given; None if the arguments must be checked in full."""
+    nq = call.q.shape[2]
+    if nk == 0 or (nq > nk and call.mask.depends_on_query and not q_given) or call.mask.row_lengths:
+        return None
+    start = max(nk - nq, 0)
+    return Positions(nk, None, None, (start, start + nq - 1, 0, nk - 1))
 
 
 def _strides(call: Call, inputs: Inputs) -> Any:
@@ -320,7 +346,7 @@ def _prepare_at(ready: CachedCall, inputs: Inputs, keys: tuple[Any, ...], positi
     if prepared is None:
         return None
     now = ready.with_keys(prepared)
-    if prepared.nbytes <= _MOST_KEPT:  # a larger table of visible keys is made again
+    if prepared.nbytes <= MOST_KEPT:  # a larger table of visible keys is made again
         ready.newest = keys, now
     return now
 
@@ -378,6 +404,7 @@ class CallCache:
     def __init__(self, most: int = 256, most_bytes: int = 64 * 2**20) -> None:
         self.most, self.most_bytes = most, most_bytes
         self._calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
+        self.quick: dict[Hashable, Any] = {}  # of lowtri.dispatch.quick: what runs these calls
         self._newest: CachedCall | None = None
         self._bytes = 0
         self._lock = Lock()
@@ -403,10 +430,12 @@ class CallCache:
             while len(self._calls) > self.most or self._bytes > self.most_bytes:
                 _, oldest = self._calls.popitem(last=False)
                 self._bytes -= oldest.prepared.nbytes
+                self.quick.clear()
 
     def clear(self) -> None:
         with self._lock:
             self._calls.clear()
+            self.quick.clear()
             self._newest, self._bytes = None, 0
 
     def after_fork(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
@@ -78,6 +79,51 @@ def scaled_dot_product_attention(
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
     """
+    usual = _is_usual(query, key, value, enable_gqa)
+    if usual:
+        q, k, v = query, key, value
+        front: tuple[int, ...] = tuple(query.shape[:2])
+    else:
+        q, k, v, front = _in_four(query, key, value, enable_gqa)
+        if q.shape[-1] == k.shape[-1] == 0:  # every score is an empty sum
+            q, k, scale = _of_zeros(q), _of_zeros(k), 1.0
+    nq, nk = q.shape[-2], k.shape[-2]
+    if type(attn_mask).__name__ == "CausalBias" and hasattr(attn_mask, "variant"):  # results of operators have none
+        if is_causal:
+            raise _error("attn_mask is a CausalBias, and is_causal=True another one. Fix: one of them, as in torch.")
+        read = _Read("causal", None, _positions_of(attn_mask, nq, nk))
+    else:
+        read = _mask(attn_mask, is_causal, (*front, nq, nk))
+    output = attention(q, k, v, read.mask, scale=scale, bias=read.bias, dropout=dropout_p, q_positions=read.q_positions)
+    if usual:
+        return output
+    lead = front if max(query.ndim, key.ndim, value.ndim) > 2 else ()
+    return output.reshape(*lead, nq, value.shape[-1])
+
+
+def _is_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:
+    """Whether attention takes these as they are, as in nearly all calls: dense arrays (B, H, N, E) with nothing to broadcast."""
+    if type(q) is np.ndarray:
+        is_dense: Any = _is_array
+    elif "torch" not in sys.modules or is_traced():
+        return False
+    else:
+        from lowtri.ops.tensors import is_dense_cpu as is_dense
+    if not (is_dense(q) and is_dense(k) and is_dense(v) and q.ndim == k.ndim == v.ndim == 4):
+        return False
+    of_q: tuple[int, ...] = q.shape
+    of_k: tuple[int, ...] = k.shape
+    of_v: tuple[int, ...] = v.shape
+    shared = of_q[1] == of_k[1] or (enable_gqa and 0 < of_k[1] <= of_q[1] and of_q[1] % of_k[1] == 0)
+    return shared and of_q[0] == of_k[0] and of_k[:3] == of_v[:3] and of_q[3] == of_k[3] > 0
+
+
+def _is_array(x: Any) -> bool:
+    return type(x) is np.ndarray
+
+
+def _in_four(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any, tuple[int, ...]]:
+    """Queries, keys and values (B, H, N, E), broadcast, and the leading dimensions (..., H) of the output."""
     if not is_traced():
         query, key, value = (plain_array(*named, _NAME) for named in (("query", query), ("key", key), ("value", value)))
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -91,11 +137,13 @@ def scaled_dot_product_attention(
     if not enable_gqa and any(n not in (1, max(heads)) for n in heads):
         shapes = _shapes(query, key, value)
         raise _error(f"the heads do not broadcast: {shapes}. Fix: enable_gqa=True if key/value heads are shared.")
-    most = heads[0] if enable_gqa else 0 if 0 in heads else max(heads)
+    most = heads[0] if enable_gqa else max(heads)
+    if 0 in heads and not enable_gqa:
+        most = 0
     batch = _broadcast(*(tuple(x.shape[:-3]) for x in (q, k, v)))
     if batch is None:
         raise _error(f"the leading dimensions do not broadcast: {_shapes(query, key, value)}.")
-    (nq, nk), rows = (q.shape[-2], k.shape[-2]), math.prod(batch)
+    rows = math.prod(batch)
     if enable_gqa and most == 0:
         k, v, heads = k[..., :0, :, :], v[..., :0, :, :], [0, 0, 0]
     # A single key/value head is a group; other unequal heads are expanded.
@@ -104,17 +152,7 @@ def scaled_dot_product_attention(
         _spread(x, (*batch, n, *x.shape[-2:])).reshape(rows, n, *x.shape[-2:])
         for x, n in zip((q, k, v), (most, *shared), strict=True)
     )
-    lead = (*batch, most) if max(query.ndim, key.ndim, value.ndim) > 2 else ()
-    if q.shape[-1] == k.shape[-1] == 0:  # every score is an empty sum
-        q, k, scale = _of_zeros(q), _of_zeros(k), 1.0
-    if type(attn_mask).__name__ == "CausalBias" and hasattr(attn_mask, "variant"):  # results of operators have none
-        if is_causal:
-            raise _error("attn_mask is a CausalBias, and is_causal=True another one. Fix: one of them, as in torch.")
-        read = _Read(causal(), None, _positions_of(attn_mask, nq, nk))
-    else:
-        read = _mask(attn_mask, is_causal, (*batch, most, nq, nk))
-    output = attention(q, k, v, read.mask, scale=scale, bias=read.bias, dropout=dropout_p, q_positions=read.q_positions)
-    return output.reshape(*lead, nq, value.shape[-1])
+    return q, k, v, (*batch, most)
 
 
 def _positions_of(bias: Any, nq: int, nk: int) -> NDArray[np.int64]:
@@ -131,7 +169,7 @@ def _positions_of(bias: Any, nq: int, nk: int) -> NDArray[np.int64]:
 class _Read(NamedTuple):
     """torch's mask as arguments of :func:`lowtri.attention`."""
 
-    mask: Mask
+    mask: Mask | str
     bias: Any  # (B|1, H|1, L|1, S|1)
     q_positions: NDArray[np.int64] | None  # where the queries are not the last ones
 
@@ -143,10 +181,10 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> _Read:
         shape: (..., H, L, S).
     """
     nq, nk = shape[-2:]
-    triangle = causal() if is_causal else full()
     indices = np.arange(nq) if is_causal and nq != nk else None  # torch's is_causal compares indices
     if attn_mask is None:
-        return _Read(triangle, None, indices)
+        return _Read("causal" if is_causal else "full", None, indices)  # Python keeps the hash of a text
+    triangle = causal() if is_causal else full()
     if not is_traced():
         attn_mask = plain_array("attn_mask", attn_mask, _NAME)
     if isinstance(attn_mask, type) or not hasattr(attn_mask, "dtype"):

@@ -7,6 +7,9 @@ visible, and into how many parts they are split.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +31,7 @@ class CpuDecode(Prepared):
         layout = ArrayLayout(call, selection)
         self.call, self.layout = call, layout
         batch, _, kv_heads, _, nk, *self.head_sizes = call.sizes
-        shape = (*call.q.shape[:3], call.v.shape[3])
+        self.shape = shape = (*call.q.shape[:3], call.v.shape[3])
         self.new_output = layout.new(shape, None, layout.dtype)
         self.new_lse = layout.new(shape[:3]) if call.return_lse else None
         self.groups = batch * kv_heads
@@ -48,6 +51,9 @@ class CpuDecode(Prepared):
 
     def run(self, inputs: Inputs) -> Result:
         return self.own.run(inputs)
+
+    def plain(self) -> Callable[[Any, Any, Any], Any] | None:
+        return self.own.plain()
 
     def at(self, positions: Positions, k_strides: Strides, v_strides: Strides) -> Prepared | None:
         """This call for other keys and positions; None where the strides of the keys are for another kernel."""
@@ -72,7 +78,7 @@ class CpuDecode(Prepared):
         launch = self.launches.get((threads, parts)) or self._prepare(threads, parts)
         table = 0 if visible is None else visible.ctypes.data
         numbers = nk, first_key, self.groups * parts, table, by_row, by_head, *k_strides, *v_strides
-        return _AtKeys(self, launch, launch.words(numbers), visible, positions.nk)
+        return _AtKeys(self, launch, launch.fields_with(numbers), visible, positions.nk)
 
     def _prepare(self, threads: int, parts: int) -> Launch:
         """The launch for this division of the work; what each run writes is 0 here."""
@@ -83,12 +89,12 @@ class CpuDecode(Prepared):
 
 
 class _AtKeys(Prepared):
-    """A call for certain keys: the words of the record that depend on them, and the table that one of these is the address of."""
+    """A call for certain keys: the fields of the record that depend on them, and the table that one of these is the address of."""
 
     def __init__(
-        self, decode: CpuDecode, launch: Launch, words: bytes, visible: NDArray[np.bool_] | None, nk: int
+        self, decode: CpuDecode, launch: Launch, prepared: bytes, visible: NDArray[np.bool_] | None, nk: int
     ) -> None:
-        self.decode, self.launch, self.words, self.visible, self.nk = decode, launch, words, visible, nk
+        self.decode, self.launch, self.prepared, self.visible, self.nk = decode, launch, prepared, visible, nk
         self.nbytes = 0 if visible is None else visible.nbytes
 
     def gradient_source(self) -> GradientSource:
@@ -105,6 +111,7 @@ class _AtKeys(Prepared):
         q, k, v, bias, sinks = inputs if layout.unchanged else layout.inputs(inputs)
         output, lse = decode.new_output(q), None if decode.new_lse is None else decode.new_lse(q)
         self.launch.run_at(
+            self.prepared,
             address(q),
             address(k),
             address(v),
@@ -112,9 +119,14 @@ class _AtKeys(Prepared):
             0 if lse is None else address(lse),
             0 if bias is None else layout.bias_address(bias, layout.bias_strides),
             0 if sinks is None else address(sinks),
-            words=self.words,
         )
         return Result(to_dtype(output, decode.call.dtype) if layout.cast else output, None, lse)
+
+    def plain(self) -> Callable[[Any, Any, Any], Any] | None:
+        if self.decode.new_lse is not None or not self.decode.layout.is_plain:
+            return None
+        shape = self.decode.shape
+        return self.launch.of_three(self.prepared, shape, packed(shape), keep=self.visible)
 
 
 def _run_of_keys(visible: NDArray[np.bool_]) -> tuple[int, int, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -42,7 +43,7 @@ class CpuForward(Prepared):
         batch, heads, _, _, _, _, dv = call.sizes
         shape = (*call.q.shape[:3], dv)
         output = packed(shape) if call.is_numpy else like_array(layout.arrays[0], dv)
-        self.new_output = layout.new(shape, output, layout.dtype)
+        self.new_output, self.output = layout.new(shape, output, layout.dtype), (shape, output)
         self.planes = 2 if call.needs_grad else 1 if call.return_lse else 0  # log-sum-exp; what it loses to rounding
         self.new_lse = layout.new((self.planes, *shape[:3])) if self.planes else None
         fields = layout.fields() | {"plan": of_plan(self.plan), "o_strides": strides(output)}
@@ -67,13 +68,21 @@ class CpuForward(Prepared):
             lse_low = lse + sums.nbytes // 2 if self.planes == 2 else 0
         of_bias = 0 if bias is None else layout.bias_address(bias, layout.bias_strides)
         of_sinks = 0 if sinks is None else address(sinks)
-        self.launch.run_at(address(q), address(k), address(v), address(output), lse, lse_low, of_bias, of_sinks)
+        launch = self.launch
+        launch.run_at(
+            launch.prepared, address(q), address(k), address(v), address(output), lse, lse_low, of_bias, of_sinks
+        )
         if layout.cast:
             output = to_dtype(output, self.call.dtype)
         returned: Any = None
         if self.call.return_lse and sums is not None:  # the user may change what is returned in place
             returned = sums[0].clone() if self.planes == 2 else sums[0]
         return Result(output, None, returned, sums)
+
+    def plain(self) -> Callable[[Any, Any, Any], Any] | None:
+        if not self.layout.is_plain or self.call.return_lse:
+            return None
+        return self.launch.of_three(self.launch.prepared, *self.output, self.new_lse)
 
     def gradients(self, inputs: Inputs, output: Any, state: Any, d_output: Any, d_lse: Any = None) -> Inputs:
         """``state`` is the log-sum-exp, with or without what it loses to rounding: (1 or 2, B, Hq, Nq)."""
@@ -169,6 +178,7 @@ class _Backward:
         # A tensor's shape takes a microsecond, its bytes less.
         lse_low = lse + self.plane_bytes if sums.nbytes > self.plane_bytes else 0
         self.launch.run_at(
+            self.launch.prepared,
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
+from array import array
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -48,43 +49,93 @@ class Launch:
         varying: Sequence[str] = (),
     ) -> None:
         self.threads, self._keep = max(1, min(threads, fields["tasks"])), keep
-        layout, self.scratch_bytes, self._zeros = record.layout(spec, fields, self.threads)
-        prepared, start = record.pack(fields | layout), record.run_format.size
-        self._template = bytes(start) + prepared
+        layout, scratch_bytes, (_, zeros) = record.layout(spec, fields, self.threads)
+        start, end = record.run_format.size, record.dtype.itemsize
+        # Scratch memory follows the record. The part that begins at 0 lies between them, so that one write sets it, too.
+        self._scratch = abi.aligned(end + zeros)
+        if zeros:
+            layout["offsets"][record.zeros] = end - self._scratch
+        self.prepared = record.pack(fields | layout)
+        self._bytes = self._scratch + scratch_bytes
         self._places = [place for name in varying for place in _words(record.dtype, name, start)]
-        self._words = list(struct.unpack_from(f"{max(self._places, default=-1) + 1}q", prepared))
-        self._write = struct.Struct(f"{start // 8}q{8 * len(self._words)}s").pack_into
         self._code = code(symbol(record.name, spec))
-        self._call = self._code.call
-        # A pool of records and their addresses; a record is used by one run at a time.
-        self._records: list[tuple[Any, int]] = []
+        # What a run writes: two counters, the addresses of scratch memory and of arrays, the prepared fields, zeros.
+        self._write = struct.Struct(f"{start // 8}q{len(self.prepared)}s{zeros}x").pack_into
+        # With the first six arrays alone, what follows their addresses is the same in each run.
+        self._absent = start - 8 * 9
+        self._write_six = struct.Struct(f"9q{self._absent + len(self.prepared)}s{zeros}x").pack_into
 
-    def words(self, numbers: Sequence[int]) -> bytes:
-        """The words that each run writes, where the varying fields have these numbers."""
-        words = self._words.copy()
+    def fields_with(self, numbers: Sequence[int]) -> bytes:
+        """The prepared fields where the varying ones have these numbers."""
+        words = array("q", self.prepared)
         for place, number in zip(self._places, numbers, strict=True):
             words[place] = number
-        return struct.pack(f"{len(words)}q", *words)
+        return words.tobytes()
 
-    def run_at(self, *addresses: int, words: bytes = b"") -> None:
-        """Run the kernel on arrays at these addresses, in the order of the ABI, 0 for absent ones; with varying words."""
+    def run_at(self, prepared: bytes, *addresses: int) -> None:
+        """Run the kernel with these prepared fields on arrays at these addresses, in the order of the ABI, 0 for absent ones."""
         try:
-            record, where = self._records.pop()
+            memory = _pool.pop()
+            if memory.size < self._bytes:
+                memory = _Memory(self._bytes)
         except IndexError:
-            record = ctypes.create_string_buffer(self._template)
-            where = ctypes.addressof(record)
-        scratch = _take_scratch(self.scratch_bytes)
-        self._write(record, 0, 0, 0, scratch.address, *addresses, words)
-        offset, size = self._zeros
-        if size:
-            ctypes.memset(scratch.address + offset, 0, size)
+            memory = _Memory(self._bytes)
+        self._write(memory.bytes, 0, 0, 0, memory.address + self._scratch, *addresses, prepared)
         if self.threads == 1:
-            self._call(where)
+            self._code.call(memory.address)
         else:
-            run_team(self._code, where, self.threads)
-        self._records.append((record, where))
-        if scratch.size <= _POOLED_BYTES:
-            _scratch.append(scratch)
+            run_team(self._code, memory.address, self.threads)
+        if memory.size <= _POOLED_BYTES:
+            _pool.append(memory)
+
+    def of_three(
+        self,
+        prepared: bytes,
+        shape: Strides,
+        steps: Strides,
+        new_sums: Callable[[Any], Any] | None = None,
+        keep: Any = None,
+    ) -> Callable[[Any, Any, Any], Any]:
+        """A function of the tensors q, k and v that makes the output, and runs the kernel as :meth:`run_at` without other arrays.
+
+        Inside a model, where weights have emptied the caches, each further function of Python costs a microsecond. So this is one, and
+        has what it reads in its variables.
+
+        Args:
+            shape, steps: of the output.
+            new_sums: makes the log-sum-exp and what it loses to rounding, for gradients; the function then returns a result's fields.
+            keep: the owner of memory that the prepared fields point to.
+        """
+        rest, write = bytes(self._absent) + prepared, self._write_six
+        size, scratch = self._bytes, self._scratch
+        threads, code, call = self.threads, self._code, self._code.call
+
+        # The last argument is never passed: it keeps what the addresses in the fields point to.
+        def run(q: Any, k: Any, v: Any, keep: Any = (self, keep)) -> Any:
+            output, sums = q.new_empty_strided(shape, steps), None
+            lse = lse_low = 0
+            if new_sums is not None:
+                sums = new_sums(q)
+                lse = sums.data_ptr()
+                lse_low = lse + sums.nbytes // 2
+            try:
+                memory = _pool.pop()
+                if memory.size < size:
+                    memory = _Memory(size)
+            except IndexError:
+                memory = _Memory(size)
+            where = memory.address
+            q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            write(memory.bytes, 0, 0, 0, where + scratch, q_at, k_at, v_at, output.data_ptr(), lse, lse_low, rest)
+            if threads == 1:
+                call(where)
+            else:
+                run_team(code, where, threads)
+            if memory.size <= _POOLED_BYTES:
+                _pool.append(memory)
+            return output if sums is None else (output, None, None, sums)
+
+        return run
 
 
 def _words(record: np.dtype[Any], name: str, start: int) -> range:
@@ -95,24 +146,20 @@ def _words(record: np.dtype[Any], name: str, start: int) -> range:
     return range(first, first + kind.itemsize // 8)
 
 
-class _Scratch:
-    """Scratch memory of one run, reused by later ones; it starts at a cache line."""
+class _Memory:
+    """Memory of one run, reused by later ones: the record, then the scratch memory. It starts at a cache line."""
+
+    __slots__ = "address", "bytes", "size"
 
     def __init__(self, size: int) -> None:
-        self._memory, self.size = np.empty(size + 64, np.uint8), size
-        self.address = abi.aligned(self._memory.ctypes.data)
+        memory = np.empty(size + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        # Writing through a memoryview reads none of NumPy's code.
+        self.address, self.bytes, self.size = memory.ctypes.data + start, memoryview(memory)[start:], size
 
 
 _POOLED_BYTES = 2**26  # larger blocks are freed after the run
-_scratch: list[_Scratch] = []  # a pool
-
-
-def _take_scratch(size: int) -> _Scratch:
-    try:
-        scratch = _scratch.pop()
-    except IndexError:
-        return _Scratch(size)
-    return scratch if scratch.size >= size else _Scratch(size)
+_pool: list[_Memory] = []
 
 
 # Which kernel, and how it reads the arrays.
@@ -167,6 +214,7 @@ class ArrayLayout:
         dtype, compute_dtype: of the arrays that the kernels read, and of sums, log-sum-exps, biases and gradients.
         arrays: q, k and v.
         unchanged: whether the kernels read all arrays as they are.
+        is_plain: and these are three tensors, with an output that takes no large pages.
         address: the address of an array's first element.
     """
 
@@ -181,7 +229,11 @@ class ArrayLayout:
         bias, others = call.bias, [x for x in (call.bias, call.sinks) if x is not None]
         self.bias_strides = () if bias is None else bias.strides if self._keeps(bias) else packed(bias.shape)
         self.unchanged = not self.cast and all(map(self._keeps, others))
-        self.unchanged &= not self.decodes or call.q.strides == packed(call.q.shape)
+        # A dimension of one number has any stride.
+        steps = zip(call.q.shape, call.q.strides, packed(call.q.shape), strict=True)
+        self.unchanged &= not self.decodes or all(size == 1 or step == dense for size, step, dense in steps)
+        output_bytes = prod(call.q.shape[:3]) * call.v.shape[3] * BYTES[self.dtype]
+        self.is_plain = self.unchanged and not (call.is_numpy or others) and output_bytes < LARGE
         self.address: Callable[[Any], int] = _address_of_array if call.is_numpy else _address_of_tensors()
 
     def inputs(self, inputs: Inputs) -> Inputs:
