@@ -59,7 +59,7 @@ MANY_PARAMETERS = {
     ),
     "dispatch/attend.py:attention",
     # Mirrors of other libraries' signatures.
-    "integrations/transformers/attention.py:attend",
+    "integrations/transformers/attention.py:_attend_with",
     *(
         "integrations/flash_attn/functions.py:flash_attn_varlen_func",
         "integrations/flash_attn/functions.py:flash_attn_with_kvcache",

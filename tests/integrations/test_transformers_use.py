@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lowtri
 from lowtri.errors import CallError, EngineError, MaskError
-from lowtri.integrations.transformers import switch, use
+from lowtri.integrations.transformers import attention, switch, use, user_masks
 
 N = 12
 SIZE: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -303,3 +303,52 @@ def test_a_compiled_model_applies_the_mask_or_says_that_it_did_not() -> None:
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(ids).logits, own)
     with pytest.raises(EngineError, match=r"was not applied\.\nFix: .* no torch\.compile"):
         torch.compile(model, backend="eager")(ids, attention_mask="causal & window(2)")
+
+
+# A forward with nothing set.
+
+
+def test_the_next_token_begins_nothing_and_its_layers_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = pair("llama")
+    begun, masks = [], []
+    real_begin, real_attention = user_masks._begin_eagerly, attention.attention
+    monkeypatch.setattr(user_masks, "_begin_eagerly", lambda *given: begun.append(given) or real_begin(*given))
+    monkeypatch.setattr(
+        attention,
+        "attention",
+        lambda q, k, v, mask, **more: masks.append(mask) or real_attention(q, k, v, mask, **more),
+    )
+    ids = ids_of(1)
+    kept = tf.DynamicCache(config=ours.config)
+    with torch.no_grad():
+        ours(ids[:, :-1], **{cache_name(ours): kept})
+        begun.clear()
+        masks.clear()
+        found = ours(ids[:, -1:], **{cache_name(ours): kept}).logits
+        expected = theirs(ids).logits[:, -1:]
+    assert begun == [] and masks == ["full", "full"]
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a mask of this forward": {"attention_mask": "causal & window(3)"},
+    "a mask of this forward as a Mask": {"attention_mask": lowtri.causal() & lowtri.window(3)},
+    "padding": {"attention_mask": torch.tensor([[0, 0] + [1] * (N - 2)])},
+}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_next_token_keeps_to_what_is_set(name: str, by_name: bool) -> None:
+    _, ours = pair("llama")
+    ids, options = ids_of(1), SETTINGS[name]
+    kept = tf.DynamicCache(config=ours.config)
+    of_prompt = {key: x[:, :-1] if isinstance(x, Tensor) else x for key, x in options.items()}
+    with torch.no_grad():
+        ours(ids[:, :-1], **of_prompt, **{cache_name(ours): kept})
+        more = {**options, cache_name(ours): kept}
+        found = ours(input_ids=ids[:, -1:], **more) if by_name else ours(ids[:, -1:], **more)
+        expected = ours(ids, **options).logits[:, -1:]
+        unset = ours(ids).logits[:, -1:]
+    torch.testing.assert_close(found.logits, expected, rtol=2e-4, atol=2e-4)
+    assert not torch.allclose(unset, expected, rtol=2e-3, atol=2e-3)

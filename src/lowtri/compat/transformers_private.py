@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,11 +33,13 @@ def collects_attentions() -> bool:
 
     True in versions that do not collect: layers then return the weights always, as eager attention does.
     """
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:
-        return True
-    collected = _active_collector.get()
+    module = sys.modules.get("transformers.utils.output_capturing")  # an import takes longer, and every layer asks
+    if module is None:
+        try:
+            module = importlib.import_module("transformers.utils.output_capturing")
+        except ImportError:
+            return True
+    collected = module._active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)
 
 

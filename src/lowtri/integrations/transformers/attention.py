@@ -20,7 +20,7 @@ from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import LazyMask, read_dense_mask, read_table, top_left_positions
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
-from lowtri.integrations.transformers.packing import documents_in_graph, documents_of_layer
+from lowtri.integrations.transformers.packing import TOLD, documents_in_graph, documents_of_layer
 from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
@@ -32,6 +32,18 @@ _warned: set[str] = set()
 _UNSUPPORTED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
 # What continuous batching passes on to the layers, where its keys lie: in the cache itself, or (since transformers 5.24) in these.
 _PAGED = ("read_index", "write_index", "block_table", "k_cache", "v_cache")
+# Those that mean something, beside what every layer is passed.
+_OTHERS = {
+    "sinks",
+    "position_bias",
+    "indices",
+    "block_indices",
+    "cache",
+    "output_attentions",
+    *_UNSUPPORTED,
+    *_PAGED,
+    *TOLD,
+}
 _NO_OPERATOR = "dropout, weights, chosen keys, or a mask that was made outside of the program"
 
 
@@ -46,12 +58,6 @@ def attend(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    cache: Any = None,
-    output_attentions: bool | None = None,
     engine: str = "auto",
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -62,10 +68,8 @@ def attend(
         query: (B, Hq, Nq, D).  key: (B, Hkv, Nk, D).  value: (B, Hkv, Nk, Dv).
         attention_mask: what :func:`~lowtri.integrations.transformers.masks.make_mask` made, a table by hand, or None.
         dropout, scaling, softcap: as of :func:`lowtri.attention`.
-        s_aux: (Hq,), a sink for each head.  sinks: (B, Hq, Nq, 1), one for each query.
-        position_bias: added to the scores, broadcasting against (B, Hq, Nq, Nk); may require a gradient.
-        indices: (B, Nq, n), the keys that an indexer chose.  block_indices: the same in blocks of the module's size.
-        output_attentions: whether to return the weights.
+        s_aux: (Hq,), a sink for each head.
+        others: what few models pass, see :func:`_attend_with`.
 
     Returns:
         output (B, Nq, Hq, Dv), contiguous; weights (B, Hq, Nq, Nk), or None.
@@ -73,6 +77,47 @@ def attend(
     Raises:
         CallError: for an argument that is not supported, none is ignored; while torch.export traces, for what an exported program
             cannot contain.
+    """
+    (rows, _, nq, _), (key_rows, _, nk, _) = query.shape, key.shape
+    has_others = attention_mask is not None or dropout or not _OTHERS.isdisjoint(others) or collects_attentions()
+    if has_others or rows < key_rows or 1 < nq != nk:
+        given: dict[str, Any] = {"softcap": softcap, "s_aux": s_aux, "engine": engine, **others}
+        return _attend_with(module, query, key, value, attention_mask, dropout, scaling, is_causal, **given)
+    # Each layer of each token runs this, so it has no further step. Without a mask, a layer is causal as under transformers' sdpa.
+    is_causal_layer = nq > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    mask = "causal" if is_causal_layer else "full"
+    sinks = None if s_aux is None else s_aux.reshape(-1)
+    output = attention(query, key, value, mask, scale=scaling, softcap=softcap, sinks=sinks, engine=engine)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_with(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    cache: Any = None,
+    output_attentions: bool | None = None,
+    engine: str = "auto",
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`attend` with a mask, or with arguments that few models pass.
+
+    Args:
+        sinks: (B, Hq, Nq, 1), one for each query.
+        position_bias: added to the scores, broadcasting against (B, Hq, Nq, Nk); may require a gradient.
+        indices: (B, Nq, n), the keys that an indexer chose.  block_indices: the same in blocks of the module's size.
+        output_attentions: whether to return the weights.
     """
     _reject_unsupported(cache, others)
     weighted = collects_attentions() if output_attentions is None else bool(output_attentions)
@@ -151,7 +196,7 @@ def attend(
 
 
 _outside_graph = outside_graph(
-    attend, f"lowtri's attention of a transformers model with {_NO_OPERATOR} runs outside of the program"
+    _attend_with, f"lowtri's attention of a transformers model with {_NO_OPERATOR} runs outside of the program"
 )
 
 

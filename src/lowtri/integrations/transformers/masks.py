@@ -66,16 +66,17 @@ def make_mask(
         use_vmap: whether the function may not be written for arrays of indices.
         device, dtype: of the model's tensors.
         config: the model's.
-        options: when a mask may be left out: here it never is.
+        options: when a mask may be left out: here it is for one token that sees all keys, of which there are many calls.
     """
     numbers = getattr(config, "model_type", None) in _NEED_ADDITIVE
-    forward = None if torch.compiler.is_compiling() else current_forward(config)
+    traced = torch.compiler.is_compiling()
+    forward = None if traced else current_forward(config)
     if numbers and forward is not None and forward.required:
         raise CallError(
             f"transformers: {config.model_type} writes numbers into its mask, so no other reaches it.\n"
             "Fix: its own mask, with attention_mask=None."
         )
-    if numbers or torch.compiler.is_compiling():  # a compiled program cannot hold a lazy mask
+    if numbers or traced:  # a compiled program cannot hold a lazy mask
         from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
         make: Any = partial(eager_mask, dtype=dtype) if numbers else partial(sdpa_mask, allow_is_causal_skip=False)
@@ -85,6 +86,11 @@ def make_mask(
             return None
         return make(batch_size, *sizes, function, attention_mask, use_vmap=use_vmap, device=device)
     q0, k0 = int(q_offset), int(kv_offset)
+    may_omit = forward is None and q_length == 1 and bool(options.get("allow_is_causal_skip"))
+    if may_omit and _can_omit_mask(1, kv_length, q0, k0):
+        no_padding = attention_mask is None or (attention_mask.shape[-1] > q0 and bool(attention_mask.all()))
+        if no_padding and (mask_function is None or _is_known(mask_function, "causal_mask_function")):
+            return None  # the newest token sees every key
     pattern, context = None, None if forward is None else forward.context
     packing, places = None, None
     if forward is not None:

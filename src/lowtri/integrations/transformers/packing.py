@@ -35,6 +35,7 @@ from lowtri.masks.mask import Mask
 
 STARTS = ("cu_seq_lens_q", "cu_seq_lens_k")
 TOLD = (*STARTS, "seq_idx")  # beside position_ids, which every call may have
+_TOLD = frozenset(TOLD)
 _REMEMBERED = "lowtri_documents"  # an attribute of a cache, so that its copies have it, too
 
 
@@ -116,6 +117,23 @@ def read_packing(
             stacklevel=2,
         )
     return None if found is None or not found.starts[:, 1:].any() else found
+
+
+def is_next_token(tokens: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has one token in each row, and neither its arguments nor its cache say documents: :func:`read_packing` then finds
+    none. It is asked for every token, so its answer may be False without need.
+
+    Args:
+        tokens: the positional argument, if there is one.  kwargs: those by name.
+    """
+    for name in ("input_ids", "inputs_embeds"):
+        given = kwargs.get(name)
+        if tokens is not None and given is not None:
+            return False
+        tokens = given if tokens is None else tokens
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] != 1 or not _TOLD.isdisjoint(kwargs):
+        return False
+    return not any(hasattr(kwargs.get(name), _REMEMBERED) for name in CACHE_NAMES)
 
 
 def is_table(mask: Any) -> bool:

@@ -33,7 +33,14 @@ from lowtri.compat.transformers_private import attention_name, is_stateful
 from lowtri.errors import CallError, EngineError
 from lowtri.generation.slots import row_masks, visible_pair
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
-from lowtri.integrations.transformers.packing import Packing, begins_anew_in_graph, is_table, read_packing, remember
+from lowtri.integrations.transformers.packing import (
+    Packing,
+    begins_anew_in_graph,
+    is_next_token,
+    is_table,
+    read_packing,
+    remember,
+)
 from lowtri.integrations.transformers.sharded import check_sharded, shard_arguments
 from lowtri.masks.formulas import first
 from lowtri.masks.mask import Mask
@@ -200,16 +207,29 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Begin a forward, whose mask may be among its arguments."""
     setting = model.lowtri_setting
     own = setting.mask is None and setting.context is None
-    own = own and not any(isinstance(x, str | Mask) for x in (kwargs.get("attention_mask"), *args))
+    own = own and not isinstance(kwargs.get("attention_mask"), _MASKS) and not (args and _has_mask(args))
     if own and torch.compiler.is_compiling():
         _check_traced_positions(model, kwargs)
         return None
+    if own and len(args) < 2 and _current.get() is None and is_next_token(args[0] if args else None, kwargs):
+        return None  # nothing is set, here or around
     return _begin_eagerly(model, args, kwargs)
+
+
+_MASKS = (str, Mask)
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, _MASKS) for x in args)
 
 
 def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
     """End the forward; it has raised if there is no output."""
-    if model.lowtri_setting.applied or not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        running = model.lowtri_setting.applied
+    else:
+        running = _current.get() is not None
+    if running:
         _end_eagerly(model, output)
 
 
