@@ -27,24 +27,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_windows(monkeypatch)
 
 
-# The cache folder and replacing files.
-
-
-def test_the_cache_folder_of_each_operating_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LOWTRI_CACHE", str(tmp_path / "own"))
-    assert system.cache_folder() == tmp_path / "own"
-    monkeypatch.delenv("LOWTRI_CACHE")
-    for name, variable, default in (
-        ("linux", "XDG_CACHE_HOME", Path.home() / ".cache"),
-        ("darwin", "", Path.home() / "Library" / "Caches"),
-        ("win32", "LOCALAPPDATA", Path.home() / "AppData" / "Local"),
-    ):
-        monkeypatch.setattr(sys, "platform", name)
-        if variable:
-            monkeypatch.setenv(variable, str(tmp_path))
-            assert system.cache_folder() == tmp_path / "lowtri"
-            monkeypatch.delenv(variable)
-        assert system.cache_folder() == default / "lowtri"
+# Replacing files.
 
 
 def test_windows_replaces_a_file_when_its_reader_is_done(

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/compat", "tests/integrations", "tests/generation", "tests/auditing")
 TIME_LIMIT = 600  # seconds, for the tests
 RELEASES = 3  # of torch that are looked at for a CPU build: the last of each minor version, the newest first
-EXTRAS = {"test", "torch", "cli", "models", "transformers", "plot", "jax", "compile"}
+EXTRAS = {"test", "torch", "cli", "transformers", "plot", "compile", "translate"}
 PLAIN = re.compile(r"^\d+(\.\d+)*$")
 
 

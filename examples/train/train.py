@@ -186,8 +186,8 @@ def train(options: argparse.Namespace, mesh: DeviceMesh) -> None:
         whole.load_state_dict(weights)
         save_model(whole, tokenizer, options.out)
         if is_causal:
-            text = lowtri.generate(whole.eval(), options.prompt, 40, tokenizer=tokenizer)
-            print(options.prompt + "".join(text))
+            pieces = lowtri.generate(whole.eval(), options.prompt, tokenizer=tokenizer)
+            print(options.prompt + "".join(piece for _, piece in zip(range(40), pieces, strict=False)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

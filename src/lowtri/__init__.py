@@ -4,7 +4,9 @@ The packages, in reading order; a package imports only packages above it:
 
     errors        the exception classes
     extras        what needs a package that lowtri itself does not need
+    system        what differs between operating systems
     files         atomic writes
+    assets        the style sheet that all pages share
     pictures      the parts of pictures as SVG, HTML pages and JSON, and their files
     compat        every use of private APIs of torch, Numba and transformers
     masks         masks as formulas over positions, tile answers, plans, pictures
@@ -16,13 +18,14 @@ The packages, in reading order; a package imports only packages above it:
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
     generation    the key/value cache, sampling, and the generation loop
     nn            torch modules: MaskedSelfAttention, MultiHeadAttention, Decoder, RecurrentLM
+    pretrained    finds trained models, and has transformers load them
     parallel      one sequence over many processes, split by what its mask shows
     auditing      the audit: whether a model depends on what its mask hides
     verifying     compares any attention function with the definition; names well-known mistakes
     explaining    every step of attention, with numbers
     benching      the timer, the limits of the CPU, and attention's speed beside torch's
     doctor        what this machine has, and what is missing
-    integrations  transformers, torch.nn, FlexAttention, flash-attn, JAX
+    integrations  transformers, torch.nn, FlexAttention, flash-attn
     lesson        masked self-attention as an interactive page, in four languages
     cli           the command `lowtri`, a function per verb
 

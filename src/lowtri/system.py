@@ -1,4 +1,4 @@
-"""What Linux, macOS and Windows do in ways of their own: where files are kept, what the machine has, replacing a file, and forking."""
+"""What Linux, macOS and Windows do in ways of their own: what the machine has, replacing a file, and forking."""
 
 from __future__ import annotations
 
@@ -15,20 +15,6 @@ from pathlib import Path
 from typing import Any
 
 _BUSY = 20  # times that Windows may refuse to replace a file, 1.05 s in all
-
-
-def cache_folder() -> Path:
-    """The folder of all files that lowtri computes and keeps: ``LOWTRI_CACHE``, or the operating system's cache folder."""
-    own = os.environ.get("LOWTRI_CACHE")
-    if own:
-        return Path(own)
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "lowtri"
 
 
 def replace(source: Path, target: Path) -> None:

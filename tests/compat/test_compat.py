@@ -13,7 +13,7 @@ import torch
 
 import lowtri
 from lowtri.compat import torch_private, transformers_private
-from lowtri.compat.torch_private import recording_gradients, version_of
+from lowtri.compat.torch_private import recording_gradients
 from lowtri.errors import EngineError
 from lowtri.ops import tensors
 
@@ -175,12 +175,3 @@ def test_layers_return_weights_where_transformers_does_not_collect_them(monkeypa
     assert not transformers_private.collects_attentions()
     monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", None)
     assert transformers_private.collects_attentions()
-
-
-def test_tensors_of_inference_mode_have_no_version() -> None:
-    x = torch.zeros(2)
-    before = version_of(x)
-    x.add_(1)
-    assert before is not None and version_of(x) == before + 1
-    with torch.inference_mode():
-        assert version_of(torch.zeros(2)) is None

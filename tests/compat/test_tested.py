@@ -54,7 +54,7 @@ def stated(text: str, name: str) -> list[tuple[str, str]]:
 
 
 def test_versions_are_read_from_prose() -> None:
-    text = "Python 3.10 or newer, torch 2.13.0 (CPU), NumPy 2.4.6; torch 1.5 times; x-transformers 2.31"
+    text = "Python 3.10 or newer, torch 2.13.0 (CPU), NumPy 2.4.6; torch 1.5 times; my-transformers 2.31"
     assert stated(text, "python") == [("3.10", " or newer")]
     assert stated(text, "torch") == [("2.13.0", ""), ("1.5", "")]
     assert stated(text, "transformers") == []

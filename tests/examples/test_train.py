@@ -233,6 +233,14 @@ def test_a_run_prints_its_losses_and_a_sample_and_its_folder_loads(
     assert model.mask == lowtri.causal() and model.config.max_position_embeddings == 64
 
 
+def test_the_sample_of_a_short_context_ends_with_it(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*words, "--context", "16", "--out", str(tmp_path / "out"), "--prompt", "9 green"])
+    printed, errors = capsys.readouterr()
+    assert errors == "" and printed.splitlines()[3].startswith("9 green")
+
+
 def test_a_model_of_transformers_by_its_type_or_its_config(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,7 +133,7 @@ def verify(
     json: Json = False,
 ) -> None:
     """lowtri verify my_kernel.py:attend --signature flash
-    lowtri verify my_kernel.py:attend --dtypes float32 --cases window
+    lowtri verify my_kernel.py:attend --signature flash --dtypes float32 --cases window
 
     Calls the function with masks, sizes, options and garbage of many kinds, and compares what it returns with the definition
     of attention in float64. Where they differ by more than rounding, the well-known mistake that gives the same numbers is

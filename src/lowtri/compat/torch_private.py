@@ -97,11 +97,6 @@ def apply_function(function: type[torch.autograd.Function]) -> Any:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-def version_of(x: Tensor) -> int | None:
-    """A number that each change in place raises; None for tensors of inference mode, which do not count."""
-    return None if x.is_inference() else x._version
-
-
 # torch's own attention by a name that nobody replaces: torch.nn.functional's may be lowtri's by now.
 scaled_dot_product_attention = _private(
     "_C._nn.scaled_dot_product_attention", torch.nn.functional.scaled_dot_product_attention

@@ -36,7 +36,6 @@ _CLASSES = {  # of a configuration; the model_type of its folder
     GPT2Config: "lowtri_decoder",
     RecurrentConfig: "lowtri_recurrent",
 }
-MODEL_TYPES = tuple(dict.fromkeys(_CLASSES.values()))
 
 
 def save_folder(folder: str | Path, config: DecoderConfig | RecurrentConfig, state: Mapping[str, Tensor]) -> None:
