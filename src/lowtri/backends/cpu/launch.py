@@ -155,7 +155,9 @@ class _Memory:
         memory = np.empty(size + 64, np.uint8)
         start = -memory.ctypes.data % 64
         # Writing through a memoryview reads none of NumPy's code.
-        self.address, self.bytes, self.size = memory.ctypes.data + start, memoryview(memory)[start:], size
+        self.bytes = memory.data[start:]
+        self.address = memory.ctypes.data + start
+        self.size = size
 
 
 _POOLED_BYTES = 2**26  # larger blocks are freed after the run
