@@ -102,7 +102,9 @@ def finish(process: subprocess.Popen[str]) -> str:
     try:
         printed, errors = process.communicate(timeout=LIMIT)
     finally:
-        process.kill()
+        if process.poll() is None:  # torchrun ends its processes; killed, it would leave them behind
+            process.terminate()
+            process.wait(60)
     assert process.returncode == 0, errors
     return printed
 
