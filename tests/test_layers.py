@@ -269,7 +269,8 @@ def test_the_public_names() -> None:
 def static_imports() -> dict[str, str]:
     """Name -> module of the imports under ``TYPE_CHECKING`` in ``lowtri/__init__.py``."""
     body = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8")).body
-    block = next(node for node in body if isinstance(node, ast.If))
+    blocks = [node for node in body if isinstance(node, ast.If)]
+    block = next(x for x in blocks if isinstance(x.test, ast.Name) and x.test.id == "TYPE_CHECKING")
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     return {alias.asname or "": node.module or "" for node in imports for alias in node.names}
 

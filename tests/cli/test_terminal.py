@@ -99,8 +99,9 @@ def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert r"\x1b" in said
     shown = run(capsys, "explain", f"a {HOSTILE}", "--json", code=0)
     assert json.loads(shown)["tokens"][1].startswith("\x1b]0;t")
-    for option in ("--encodings", "--scores", "--model", "--mask"):
+    for option in ("--encodings", "--scores", "--model"):
         assert r"\x1b]0;t" in run(capsys, "explain", "a b", option, f"{tmp_path}/{HOSTILE}", code=2)
+    assert r"\x1b]0;t" in run(capsys, "explain", "a b", "--mask", HOSTILE, code=2)
     (tmp_path / "\x1b[2J.txt").write_text("\x1b[2J", encoding="utf-8")
     assert r"\x1b[2J" in run(capsys, "explain", "a b", "--scores", tmp_path / "\x1b[2J.txt", code=2)
 

@@ -406,4 +406,5 @@ NOT_AS_THEY_ARE = {
 def test_other_arrays_are_made_such(name):
     arrays = NOT_AS_THEY_ARE[name](*draw((2, 4), 5, 5))
     assert not sdpa_compatible._is_usual(*arrays, False)
-    torch.testing.assert_close(ours(*arrays), torchs(*arrays), atol=1e-5, rtol=0)
+    in_memory = [torch.zeros(x.shape) if x._is_zerotensor() else x for x in arrays]  # torch's own function reads others
+    torch.testing.assert_close(ours(*arrays), torchs(*in_memory), atol=1e-5, rtol=0)

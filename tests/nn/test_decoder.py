@@ -277,7 +277,7 @@ def test_calls_that_do_not_fit_are_refused():
     model(ids_of((1, 8)), cache=cache)
     with pytest.raises(CallError, match="the last position is 8"):
         model(ids_of((1, 1)), cache=cache)
-    with pytest.raises(CallError, match=r"ids are \(3,\) torch.int64; expected \(B, N\) int64. Fix: ids\[None\]"):
+    with pytest.raises(CallError, match=r"ids are \(3,\) torch.int64; expected \(B, N\) int64.\nFix: ids\[None\]"):
         model(ids_of((3,)))
     with pytest.raises(CallError, match="ids reach from 5 to 61, but the vocabulary has"):
         model(torch.tensor([[5, 61]]))

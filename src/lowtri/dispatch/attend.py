@@ -168,7 +168,7 @@ _learn: Any = None
 def _short_way() -> Any:
     """What is told of calls that may go the short way from now on; None without torch."""
     global _find, _learn
-    if _find is None and "torch" in sys.modules:
+    if _find is None and sys.modules.get("torch") is not None:
         from lowtri.dispatch.quick import find, learn
 
         _find, _learn = find, learn

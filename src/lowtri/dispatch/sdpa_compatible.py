@@ -105,7 +105,7 @@ def _is_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:
     """Whether attention takes these as they are, as in nearly all calls: dense arrays (B, H, N, E) with nothing to broadcast."""
     if type(q) is np.ndarray:
         is_dense: Any = _is_array
-    elif "torch" not in sys.modules or is_traced():
+    elif sys.modules.get("torch") is None or is_traced():
         return False
     else:
         from lowtri.ops.tensors import is_dense_cpu as is_dense

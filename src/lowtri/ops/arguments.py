@@ -41,7 +41,7 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
     """
     scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, _ = options
     for name, flag in (("return_weights", return_weights), ("return_lse", return_lse)):
-        if not isinstance(flag, bool | np.bool_ | int):
+        if flag is not None and not isinstance(flag, bool | np.bool_ | int):
             raise CallError(f"attention: {name} is {shown(flag)}; expected True or False.")
     mask = as_mask(mask, "attention: mask")
     q, k, v = (plain_array(*named) for named in (("q", q), ("k", k), ("v", v)))

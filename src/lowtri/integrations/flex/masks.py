@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -152,7 +152,8 @@ def create_block_mask(
     seen, whole = (np.broadcast_to(x, (rows, heads, *x.shape[2:])) for x in (seen, whole))
     blocks = block_mask_of_blocks(seen, whole if separate_full_blocks else None, (nq, nk), size, mask_mod, device)
     traced = trace(mask_mod, blocks.kv_num_blocks.device)
-    _MADE_OF[blocks] = mask_mod, None if traced is None else (traced, traced.content())
+    content = None if traced is None else (traced, traced.content())
+    _MADE_OF[blocks] = _MadeOf(mask_mod, content, content_of_lists(blocks))
     return blocks
 
 
@@ -160,7 +161,8 @@ def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
     """A BlockMask as a mask whose positions are indices; ``shape`` is B, Hq, Nq, Nk of the call.
 
     As in FlexAttention's kernels the lists decide which blocks are visible, and mask_mod decides within those that are not full.
-    Lists of our create_block_mask say nothing any more once the tensors that mask_mod captures hold other numbers: it decides alone.
+    Lists that our create_block_mask wrote say nothing any more once the tensors that mask_mod captures hold other numbers: it decides
+    alone. Lists that somebody wrote since go on deciding.
     What was read is kept as long as its lists, and the tensors that its mask_mod captures, hold what they held.
 
     Raises:
@@ -179,12 +181,13 @@ def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
     lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
     traced = trace(fn, device)
     captured = None if traced is None else traced.content()
-    key = shape, traced, captured, fn, *map(content_of, lists)
+    of_lists = content_of_lists(blocks)
+    key = shape, traced, captured, fn, of_lists
     kept = _MASKS.get(blocks)
     if kept is None or kept[0] != key or captured is None:  # what cannot be followed may have changed
         mask = function_mask(fn, shape, device)
-        made_for, made_of = _MADE_OF.get(blocks, (None, None))
-        if made_for is not fn or made_of is None or captured is None or made_of == (traced, captured):
+        made_of = _MADE_OF.get(blocks)
+        if made_of is None or not made_of.is_outdated(fn, (traced, captured), of_lists):
             listed, whole = (_listed(blocks, *pair) for pair in (lists[:2], lists[2:]))
             sizes = blocks.BLOCK_SIZE
             mask = (Blocks(listed, sizes) & mask) | Blocks(whole, sizes)
@@ -192,8 +195,26 @@ def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
     return kept[1]
 
 
-# BlockMask of our create_block_mask -> its mask_mod, and what that was made of then; None where it cannot be followed
-_MADE_OF: weakref.WeakKeyDictionary[BlockMask, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+class _MadeOf(NamedTuple):
+    """What a BlockMask of our create_block_mask was made of."""
+
+    mask_mod: Any
+    content: Any  # of the traced function and of what it captures; None where that cannot be followed
+    lists: Any  # their content, as they were written
+
+    def is_outdated(self, mask_mod: Any, content: tuple[Any, Any], lists: Any) -> bool:
+        """Whether the lists are as they were written, and what they were made of is not."""
+        followed = self.content is not None and content[1] is not None
+        return followed and mask_mod is self.mask_mod and lists == self.lists and content != self.content
+
+
+_MADE_OF: weakref.WeakKeyDictionary[BlockMask, _MadeOf] = weakref.WeakKeyDictionary()
+
+
+def content_of_lists(blocks: BlockMask) -> tuple[Any, ...]:
+    """The content of the lists of visible blocks."""
+    lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    return tuple(map(content_of, lists))
 
 
 # BlockMask -> (the sizes, the function, and the content of what it captures and of the lists that the mask was read from; the mask)
