@@ -174,6 +174,9 @@ def test_a_mask_without_arrays_passes_no_list() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.filterwarnings(
+    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"
+)  # in torch's own code
 @pytest.mark.parametrize("mask", ["causal", causal() & documents(IDS)], ids=["a text", "arrays"])
 def test_a_package_of_aot_inductor(mask: Any, tmp_path: Path) -> None:
     x = [tensor.detach() for tensor in inputs()]
