@@ -272,7 +272,7 @@ def static_imports() -> dict[str, str]:
     blocks = [node for node in body if isinstance(node, ast.If)]
     block = next(x for x in blocks if isinstance(x.test, ast.Name) and x.test.id == "TYPE_CHECKING")
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname or "": node.module or "" for node in imports for alias in node.names}
+    return {alias.asname: node.module or "" for node in imports for alias in node.names if alias.asname}
 
 
 def test_no_package_has_the_name_of_a_public_function() -> None:
