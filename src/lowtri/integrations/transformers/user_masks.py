@@ -326,8 +326,8 @@ def uses_cache(model: Any, named: Mapping[str, Any]) -> bool:
 
 def _packing(model: Any, named: Mapping[str, Any], mask: Mask | None) -> Packing | None:
     """The documents that the arguments of a forward say."""
-    if isinstance(named.get("cu_seq_lens_k"), dict):  # of continuous batching, whose functions read these arguments themselves
-        return None
+    if isinstance(named.get("cu_seq_lens_k"), dict):
+        return None  # continuous batching: its attention functions read the bounds themselves
 
     def looks_for_jumps() -> bool:
         unmasked = mask is None and named.get("attention_mask") is None
