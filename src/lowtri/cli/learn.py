@@ -197,9 +197,9 @@ def mask(
     from lowtri.errors import DataError
     from lowtri.masks import mask as mask_of
     from lowtri.masks.label_masks import check_row_lengths
-    from lowtri.masks.picture import picture_size
     from lowtri.pictures.grids import MAX_CELLS
     from lowtri.pictures.labels import split
+    from lowtri.pictures.masks import picture_size
 
     drawings = {"--ticks": ticks, "--numbers": numbers, "--latex": latex}
     if json:

@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from lowtri.backends import BACKENDS, Backend
+from lowtri.drawing import Drawing
 from lowtri.errors import EngineError, ExtraError
 from lowtri.extras import is_installed, missing
 from lowtri.ops.call import Call
-from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, output
 
 
 class Rule(NamedTuple):
@@ -99,10 +99,13 @@ class Choice:
         lines = [f"{name:<10} {answer}" for name, answer in self.answers.items()]
         return "\n".join([f"{self.engine} runs: {self.reason}", *lines])
 
-    def _repr_html_(self) -> str:
-        """What notebooks show: a table of the answers."""
-        sentence = f"<p>{html_text(f'{self.engine} runs: {self.reason}')}</p>"
-        return output("engine", [sentence, html_table(("engine", "answer"), self.answers.items())], TABLE_STYLE)
+    if TYPE_CHECKING:
+
+        def _repr_html_(self) -> str:
+            """What notebooks show: a table of the answers."""
+
+    else:
+        _repr_html_ = Drawing()
 
 
 @cache

@@ -11,12 +11,13 @@ import operator
 import sys
 from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.dispatch.attend import attention_over_cache
+from lowtri.drawing import Drawing
 from lowtri.errors import CallError
 from lowtri.generation.slots import LookaheadCheck, SlotAllocator, Slots, ends_of, row_masks, rows_of
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
@@ -25,19 +26,20 @@ from lowtri.masks.label_masks import with_open_end
 from lowtri.masks.tile import MAX_POSITIONS, shown
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
-from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
-from lowtri.pictures.pages import card
-from lowtri.pictures.svg import HIDDEN, fill
 
 _FIXES = {"capacity": "0, which grows as needed.", "block": "64.", "rewind": "the length of a draft."}
-_ROWS = 8  # rows of a batch that are drawn; the rest is counted
-_FREED, _HELD, _STAYS = 1, 2, 3
-_LOOKS = (
-    Look("·", HIDDEN, "not held: evicted, or padding"),
-    Look("░", fill("visible") + ' fill-opacity="0.15"', "held, hidden from now on"),
-    Look("▓", fill("partly"), "held until the mask hides it"),
-    Look("█", fill("visible"), "stays: every later query sees it"),
-)
+_FREED, _HELD, _STAYS = 1, 2, 3  # states of Lifetimes
+
+
+class Lifetimes(NamedTuple):
+    """How long the positions of a cache are held."""
+
+    # (rows, cells), of a cell's positions the longest-lived: 0 none is held, 1 held and hidden from now on, 2 held until the mask
+    # hides it, 3 seen by every later query
+    states: NDArray[np.int8]
+    step: int  # positions to a cell
+    positions: int  # of the longest row
+    rows_left_out: int
 
 
 class KVCache:
@@ -302,73 +304,45 @@ class KVCache:
         if self._late() is not None:
             raise CallError(f"{method}: some layers have not seen the newest tokens yet; finish the append first.")
 
-    # Pictures: which positions are held, for how long, and which are evicted.
+    # Which positions are held, for how long, and which are evicted.
 
     def __repr__(self) -> str:
         return f"KVCache({self.mask!r}): {self.held} held, {self.evicted} evicted, {self.bytes} bytes"
 
-    def draw(self) -> str:
-        """The positions from 0 on, a sign for each, and a line for each row of a batch with positions of its own.
+    if TYPE_CHECKING:
 
-        >>> import numpy as np
-        >>> from lowtri import KVCache
-        >>> cache = KVCache("causal & (window(4) | first(2))", block=1)
-        >>> for t in range(12):
-        ...     _ = cache.append(np.zeros((1, 8)), np.zeros((1, 8)))
-        >>> print(cache.draw())
-        KVCache(causal & (window(4) | first(2))): 6 held, 6 evicted, 768 bytes
-        ██······░▓▓▓
-        · not held: evicted, or padding
-        ░ held, hidden from now on
-        ▓ held until the mask hides it
-        █ stays: every later query sees it
+        def draw(self) -> str:
+            """The positions as text, a sign for how long each is held: :func:`lowtri.pictures.caches.draw`."""
 
-        Sinks and prefixes stay; a window's keys are held until no later query sees them. Beyond 64 positions a sign stands for
-        several, and for the longest-lived of them.
-        """
-        cells, step = self._cells()
-        lines = Grid(cells, _LOOKS).lines() + [f"{look.sign} {look.meaning}" for look in used(_LOOKS, cells)]
-        at = len(cells)
-        lines[at:at] = [f"... and {more} more rows" for more in self._left_out]
-        return "\n".join([repr(self), *lines, *[f"a sign: {step:,} positions"] * (step > 1)])
+        def _repr_svg_(self) -> str:
+            """What notebooks show."""
+
+        def _repr_html_(self) -> str:
+            """What notebooks show, with the numbers of slots, tokens and bytes."""
+
+    else:
+        draw = Drawing()
+        _repr_svg_ = Drawing()
+        _repr_html_ = Drawing()
 
     def __str__(self) -> str:
         return self.draw()
 
-    def _repr_svg_(self) -> str:
-        cells, step = self._cells()
-        below = "positions →" if cells.size else "nothing appended yet"
-        more = "".join(f"   ... and {more:,} more rows" for more in self._left_out)
-        last = int(self._slots.next.max()) - 1
-        labels = [f"row {i}" for i in range(len(cells))] if len(cells) > 1 else ()
-        size = min(24.0, 480 / max(cells.shape[1], 1))
-        grid = Grid(cells, _LOOKS, size, rows=labels, ends=["0", f"{last:,}"][: last + 1])
-        note = [f"a cell: {step:,} positions, and the longest-lived of them"] * (step > 1)
-        return picture(repr(self), [Panel([grid], repr(self), below + more, "")], used(_LOOKS, cells), note)
-
-    def _repr_html_(self) -> str:
-        held = f"{self.held:,} of {self.capacity:,} slots hold a token, {self.evicted:,} tokens evicted, {self.bytes:,} bytes"
-        return card("cache", self._repr_svg_(), held, str(self))
-
-    @property
-    def _left_out(self) -> list[int]:
-        """How many rows are not drawn, or nothing."""
-        return [len(self._slots.positions) - _ROWS] * (len(self._slots.positions) > _ROWS)
-
-    def _cells(self) -> tuple[NDArray[np.int8], int]:
-        """How long each row's positions are held, (rows, cells), and how many positions a cell stands for."""
+    def lifetimes(self, rows: int, cells: int) -> Lifetimes:
+        """How long each position is held, of so many rows of the batch at most, in so many cells to a row at most."""
         slots = self._slots
+        all_rows = len(slots.positions)
         n = int(slots.next.max())
-        step = max(1, -(-n // MAX_CELLS))
-        states = np.zeros((min(len(slots.positions), _ROWS), -(-n // step)), np.int8)
+        step = max(1, -(-n // cells))
+        states = np.zeros((min(all_rows, rows), -(-n // step)), np.int8)
         for b, row in enumerate(states):
             positions = slots.positions[b, : slots.top]
             positions = positions[positions >= 0]
-            masks = row_masks(self.mask, b, len(slots.positions))  # asked about all later queries
+            masks = row_masks(self.mask, b, all_rows)  # asked about all later queries
             answers = np.stack([m.tile(int(slots.next[b]), POSITION_MAX, positions, positions + 1) for m in masks])
             held = np.where((answers == FULL).all(0), _STAYS, _HELD)
             np.maximum.at(row, positions // step, np.where((answers == EMPTY).all(0), _FREED, held).astype(np.int8))
-        return states, step
+        return Lifetimes(states, step, n, all_rows - len(states))
 
 
 class Layer:

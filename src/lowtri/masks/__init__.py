@@ -1,4 +1,4 @@
-"""Which query may see which key: masks as formulas over positions, with their texts, plans and pictures. NumPy only.
+"""Which query may see which key: masks as formulas over positions, with their texts and plans. NumPy only.
 
 Each file imports only from the files above it:
 
@@ -12,7 +12,6 @@ label_masks   what compares labels: chunks, documents
 custom_masks  where (a function of the user's), heads (a mask for each query head)
 plan          what kernels read: runs of tiles, and the bits of the partial ones; the number of visible pairs;
               the ranges of keys that each query sees
-picture       pictures of masks as text and as SVG, and how many positions show a mask
 """
 
 from lowtri.masks.array_masks import hidden, keys, table
@@ -20,7 +19,6 @@ from lowtri.masks.custom_masks import heads, where
 from lowtri.masks.formulas import band, causal, first, full, strided, window
 from lowtri.masks.label_masks import chunks, documents
 from lowtri.masks.mask import Mask
-from lowtri.masks.picture import draw, save, shown_as_html, shown_as_svg
 from lowtri.masks.plan import is_causal, pairs
 from lowtri.masks.text import as_mask, mask
 from lowtri.masks.tile import EMPTY, FULL, PARTIAL, POSITION_MAX, Tile
@@ -49,7 +47,5 @@ __all__ = [
     "window",
 ]
 
-for _method in (pairs, is_causal, draw, save):  # Mask declares them; the files that define them import it
+for _method in (pairs, is_causal):  # Mask declares them; the file that defines them imports it
     setattr(Mask, _method.__name__, _method)
-for _name, _shown in (("_repr_svg_", shown_as_svg), ("_repr_html_", shown_as_html)):  # what notebooks show
-    setattr(Mask, _name, _shown)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.drawing import Drawing
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray, is_tensor
 from lowtri.masks.tile import (
@@ -337,11 +338,15 @@ class Mask:
         def is_causal(self, n: int) -> bool:
             """Whether no query sees a later key: :func:`lowtri.masks.plan.is_causal`."""
 
+    # Methods of lowtri.pictures.masks, which knows this file.
+
+    if TYPE_CHECKING:
+
         def draw(self, nq: int | None = None, nk: int | None = None, **options: Any) -> str:
-            """The mask as text: :func:`lowtri.masks.picture.draw`."""
+            """The mask as text: :func:`lowtri.pictures.masks.draw`."""
 
         def save(self, path: str | Path, nq: int | None = None, nk: int | None = None, **options: Any) -> None:
-            """The mask as a file, .svg, .html, .png or .pdf: :func:`lowtri.masks.picture.save`."""
+            """The mask as a file, .svg, .html, .png or .pdf: :func:`lowtri.pictures.masks.save`."""
 
         def _repr_svg_(self) -> str | None:
             """What notebooks show."""
@@ -349,7 +354,11 @@ class Mask:
         def _repr_html_(self) -> str | None:
             """What notebooks show, with the mask's text."""
 
-    # Pictures.
+    else:
+        draw = Drawing()
+        save = Drawing()
+        _repr_svg_ = Drawing()
+        _repr_html_ = Drawing()
 
     def _extent(self) -> int:
         """How many positions show this mask: its greatest number and half as many again, all of its arrays and lists; of joined

@@ -34,9 +34,9 @@ from lowtri.masks import (
     where,
     window,
 )
-from lowtri.masks.picture import MAX_PANELS, cells_of, draw, picture_size, svg
 from lowtri.pictures.grids import MAX_CELLS
 from lowtri.pictures.labels import display_width, shortened, split
+from lowtri.pictures.masks import MAX_PANELS, cells_of, draw, picture_size, svg
 
 # Text.
 
