@@ -23,7 +23,6 @@ TO_READ = [
     "src/lowtri/doctor.py",
     "src/lowtri/files.py",
     "src/lowtri/integrations/",
-    "src/lowtri/masks/",
     "src/lowtri/nn/",
     "src/lowtri/parallel/",
     "src/lowtri/plain.py",

@@ -43,7 +43,7 @@ def test_pairs_of_tokens_are_those_of_the_mask(case: Case) -> None:
     """Without the checks of positions; 0 and more."""
     q, k = np.arange(SIZE)[:, None], np.arange(SIZE)[None]
     single = case.mask.at(0, 0) if case.mask.batch else case.mask
-    visible = single.between_tokens(q, k)
+    visible = single.visible_unchecked(q, k)
     assert visible.dtype == bool and visible.shape == (SIZE, SIZE)
     assert np.array_equal(visible, single(q, k))
 

@@ -23,7 +23,7 @@ from lowtri.dispatch.exported import exports_to_onnx, formula_for_onnx
 from lowtri.dispatch.prepared import CachedCall, autocast_device, prepared_call, run_eagerly, without_autocast
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
-from lowtri.masks.text import as_mask, pack, unpack
+from lowtri.masks.text import as_mask, from_text, to_text
 from lowtri.ops.call import CallOptions, Inputs
 from lowtri.ops.distance_bias import packed_bias, unpacked_bias
 
@@ -226,7 +226,7 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
         as_mask(mask, "attention: mask")  # raises with the fix
     if exports_to_onnx():
         return formula_for_onnx(q, k, v, mask, options)
-    text, arrays = pack(mask) if isinstance(mask, Mask) else (mask, [])
+    text, arrays = to_text(mask) if isinstance(mask, Mask) else (mask, [])
     if _strictly_exporting() and not all(isinstance(array, Tensor) for array in arrays):
         raise MaskError(
             "attention: torch.export(strict=True) does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False."
@@ -355,7 +355,7 @@ def _read(mask: str, arrays: Sequence[Tensor] | None, *rest: Any) -> tuple[Mask,
     options = CallOptions(
         scale, softcap, q_positions=q_positions, k_positions=k_positions, return_lse=return_lse, engine=engine
     )
-    return unpack(mask, [array.cpu().numpy() for array in arrays or ()]), options, bias_kind
+    return from_text(mask, [array.cpu().numpy() for array in arrays or ()]), options, bias_kind
 
 
 def _wide(q: Tensor) -> torch.dtype:

@@ -21,7 +21,8 @@ from lowtri.masks.label_masks import chunks, documents
 from lowtri.masks.mask import Mask
 from lowtri.masks.plan import is_causal, pairs
 from lowtri.masks.text import as_mask, mask
-from lowtri.masks.tile import EMPTY, FULL, PARTIAL, POSITION_MAX, Tile
+from lowtri.masks.tile import EMPTY, FULL, PARTIAL, POSITION_MAX
+from lowtri.masks.tile import TileAnswer as Tile
 
 __all__ = [
     "EMPTY",

@@ -122,7 +122,8 @@ class Table(Mask):
         if isinstance(q, Interval):
             return self._of_tile(q, k)
         nq, nk = self.table.array.shape
-        rows, last = q - self._start, self._start + nq - 1
+        rows = q - self._start
+        last = self._start + nq - 1
         # A negative position holds no token and needs no row; without queries or without keys there are no pairs.
         outside = np.any((q >= 0) & ((rows < 0) | (rows >= nq))) or np.any(k >= nk)
         if outside and np.size(q) and np.size(k):
@@ -136,16 +137,19 @@ class Table(Mask):
     def _of_tile(self, q: Interval, k: Interval) -> Truth:
         nq, nk = self.table.array.shape
         q = q - self._start
-        rows, columns = within(q, nq), within(k, nk)
+        rows = within(q, nq)
+        columns = within(k, nk)
         inside = (rows.low == q.low) & (rows.high == q.high) & (columns.low == k.low) & (columns.high == k.high)
         top, bottom = rows.low, rows.high + 1
         left, right = columns.low, columns.high + 1
-        of_right, of_left = (self._sums(bottom, j) - self._sums(top, j) for j in (right, left))  # neither is below 0
-        visible = of_right - of_left
+        before_right = self._sums(bottom, right) - self._sums(top, right)  # never below 0
+        before_left = self._sums(bottom, left) - self._sums(top, left)
+        visible = before_right - before_left
         return Truth(inside & (visible == (bottom - top) * (right - left)), (inside ^ True) | (visible > 0))
 
 
-_BLOCK_ROWS, _BLOCK_COLUMNS = 16, 8  # the pairs of a block fit into a byte, its columns into a word
+_BLOCK_ROWS = 16
+_BLOCK_COLUMNS = 8  # so the pairs of a block fit into a byte, its columns into a word
 
 
 class _Sums:
@@ -160,9 +164,8 @@ class _Sums:
     """
 
     def __init__(self, table: NDArray[np.bool_]) -> None:
-        rows, columns = (
-            -(-(n + 1) // size) for n, size in zip(table.shape, (_BLOCK_ROWS, _BLOCK_COLUMNS), strict=True)
-        )
+        rows = -(-(table.shape[0] + 1) // _BLOCK_ROWS)
+        columns = -(-(table.shape[1] + 1) // _BLOCK_COLUMNS)
         dtype = np.uint32 if table.size < 2**32 else np.int64
         near = np.zeros((rows * _BLOCK_ROWS, columns * _BLOCK_COLUMNS), np.uint8)
         near[1 : table.shape[0] + 1, 1 : table.shape[1] + 1] = table  # row 0 and column 0 have nothing before them
@@ -179,7 +182,9 @@ class _Sums:
             above[block] = np.repeat(left[last], _BLOCK_COLUMNS)
             above[block] += near[last]
             above[block] += above[block - 1]
-        self._near, self._left, self._above = near, left, above
+        self._near = near
+        self._left = left
+        self._above = above
 
     def __call__(self, row: Any, column: Any) -> Any:
         """The visible pairs in the rows before ``row`` and the columns before ``column``."""
@@ -190,12 +195,13 @@ class _Sums:
 def _pairs(table: NDArray[np.bool_], rows: Any, columns: Any) -> Any:
     """``table[rows, columns]``; rows (n, 1) and columns (1, m) that follow one another are a view, which takes no time."""
     if np.ndim(rows) == np.ndim(columns) == 2 and rows.shape[1] == columns.shape[0] == 1 and rows.size and columns.size:
-        n, m = len(rows), columns.shape[1]
-        top, left = int(rows[0, 0]), int(columns[0, 0])
-        if np.array_equal(rows[:, 0], np.arange(top, top + n)) and np.array_equal(
-            columns[0], np.arange(left, left + m)
-        ):
-            return table[top : top + n, left : left + m]
+        top = int(rows[0, 0])
+        left = int(columns[0, 0])
+        bottom = top + len(rows)
+        right = left + columns.shape[1]
+        follow = np.array_equal(rows[:, 0], np.arange(top, bottom))
+        if follow and np.array_equal(columns[0], np.arange(left, right)):
+            return table[top:bottom, left:right]
     if np.ndim(rows) == np.ndim(columns) == 3 and rows.shape[1] == columns.shape[2] == 1 and len(rows) == len(columns):
         return _pairs_of_tiles(table, rows[:, 0], columns[:, :, 0])
     return table[rows, columns]

@@ -25,7 +25,7 @@ from lowtri.masks.tile import (
     MAX_POSITIONS,
     PARTIAL,
     POSITION_MAX,
-    TILES,
+    TILE_ANSWERS,
     Interval,
     Positions,
     check_count,
@@ -111,7 +111,7 @@ class Mask:
         return [getattr(self, name) for name in self.__match_args__]  # type: ignore[attr-defined]
 
     def __post_init__(self) -> None:
-        """Store what follows from the fields of the dataclass: masks are joined, arrays have the batch in front."""
+        """Derive the operands, the batch, the depth and the flags from the fields of the dataclass."""
         fields = self._fields()
         operands = [x for x in fields if isinstance(x, Mask)]
         if operands:
@@ -126,7 +126,8 @@ class Mask:
             operators: 1 for an operator; 0 for a list of masks, of which one answers for each head.
         """
         # Lists: torch.compile does not follow max() of a generator.
-        depth, sizes = operators + max([part._depth for part in parts]), [part._size for part in parts]
+        depth = operators + max([part._depth for part in parts])
+        sizes = [part._size for part in parts]
         size = sum(sizes) if operators else max(sizes)
         if depth > MAX_DEPTH or size > _MAX_SIZE:
             raise MaskError(
@@ -155,7 +156,8 @@ class Mask:
 
     def _at(self, b: int, h: int) -> Mask:
         """The mask of a batch row and head, for a mask with a batch: that of its fields there."""
-        index = (b, h)[: len(self.batch)]
+        leading = (b, h)
+        index = leading[: len(self.batch)]
         parts = [x.at(b, h) if isinstance(x, Mask) else x for x in self._fields()]
         return type(self)(*[FrozenArray(x.array[index]) if isinstance(x, FrozenArray) else x for x in parts])
 
@@ -176,11 +178,12 @@ class Mask:
         """
         if self.batch:
             return self._each(lambda row: row(q, k))
-        q, k = checked_positions(q), checked_positions(k)
+        q = checked_positions(q)
+        k = checked_positions(k)
         visible = self._sees(q, k) & (q >= 0) & (k >= 0)
         return bool(visible) if type(q) is int and type(k) is int else visible
 
-    def between_tokens(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def visible_unchecked(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
         """``m(q, k)`` of an unbatched mask without the checks, which take a generated token longer than the comparison itself.
 
         Args:
@@ -213,13 +216,16 @@ class Mask:
             if q1 <= q0 or k1 <= k0:
                 return EMPTY
             visible = self._sees(Interval(q0, q1 - 1), Interval(k0, k1 - 1))
-            return TILES[int(visible.every) + int(visible.some)]
+            return TILE_ANSWERS[int(visible.every) + int(visible.some)]
         edges = [checked_edge(edge) for edge in (q0, q1, k0, k1)]
         if all(edge.ndim == 0 for edge in edges):
             return self.tile(*(int(edge) for edge in edges))
-        q0, q1, k0, k1 = np.broadcast_arrays(*edges)
+        arrays = np.broadcast_arrays(*edges)
+        q0, q1 = arrays[:2]
+        k0, k1 = arrays[2:]
         has_negative = (q0 < 0) | (k0 < 0)
-        q0, k0 = np.maximum(q0, 0), np.maximum(k0, 0)
+        q0 = np.maximum(q0, 0)
+        k0 = np.maximum(k0, 0)
         no_pairs = (q1 <= q0) | (k1 <= k0)
         # Intervals have at least one position; the answers for tiles without pairs are replaced.
         visible = self._sees(Interval(q0, np.maximum(q1 - 1, q0)), Interval(k0, np.maximum(k1 - 1, k0)))
@@ -231,13 +237,16 @@ class Mask:
         """The unbatched mask of batch row ``b`` and head ``h``; a mask that does not differ there answers for all."""
         if not self.batch:
             return self
-        rows, heads = (*self.batch, 1)[:2]
+        rows = self.batch[0]
+        heads = self.batch[1] if len(self.batch) > 1 else 1
         if not (0 <= b < rows or rows == 1) or not (0 <= h < heads or heads == 1):
             raise MaskError(
                 f"at: got batch row {b}, head {h}; the mask has the batch {self.batch}. "
                 f"Fix: a row from 0 to {rows - 1}, a head from 0 to {heads - 1}."
             )
-        index = 0 if rows == 1 else b, 0 if heads == 1 else h
+        row = 0 if rows == 1 else b
+        head = 0 if heads == 1 else h
+        index = (row, head)
         if index not in self._unbatched:
             self._unbatched[index] = self._at(*index)
         return self._unbatched[index]
@@ -314,7 +323,8 @@ class Mask:
         if like is not None and not is_tensor(like):
             raise MaskError(f"additive: like is {shown(like)}; expected a torch tensor. Fix: dtype= for a NumPy table.")
         if like is not None:
-            kind, out = like.dtype, like.new_tensor(values)
+            kind = like.dtype
+            out = like.new_tensor(values)
         else:
             try:
                 kind = np.dtype(dtype)
@@ -415,7 +425,10 @@ class Mask:
     def __invert__(self) -> Mask:
         return Not(self)
 
-    __rand__, __ror__, __rsub__ = __and__, __or__, __sub__  # the left operand is not a mask: rejected, with the fix
+    # The left operand is not a mask: rejected, with the fix.
+    __rand__ = __and__
+    __ror__ = __or__
+    __rsub__ = __sub__
 
 
 def _field_extent(value: Any) -> int:
@@ -462,7 +475,8 @@ class Join(Mask):
 class And(Join):
     """Visible where both masks are."""
 
-    _sign, _strength = "&", 2
+    _sign = "&"
+    _strength = 2
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.left._sees(q, k) & self.right._sees(q, k)
@@ -471,7 +485,8 @@ class And(Join):
 class Or(Join):
     """Visible where either mask is."""
 
-    _sign, _strength = "|", 1
+    _sign = "|"
+    _strength = 1
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.left._sees(q, k) | self.right._sees(q, k)
@@ -500,9 +515,13 @@ def _operand_text(mask: Mask, strength: int, arrays: list[Any] | None) -> str | 
 
 def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
     """The batch of two masks together: sizes equal or 1, a mask without heads answers for all heads."""
-    a, b = left.batch, right.batch
+    a = left.batch
+    b = right.batch
     if a and b:
-        a, b = a + (1,) * (len(b) - len(a)), b + (1,) * (len(a) - len(b))
+        if len(a) < len(b):
+            a = (*a, 1)
+        elif len(b) < len(a):
+            b = (*b, 1)
         if any([m != n and 1 not in (m, n) for m, n in zip(a, b, strict=True)]):
             raise MaskError(
                 f"{shown(left)} with {shown(right)}: their batches {left.batch} and {right.batch} do not fit together."

@@ -86,7 +86,8 @@ class _Traced:
     """
 
 
-_TRACED, _MAX_TRACED = _Traced(), 1024
+_TRACED = _Traced()
+_MAX_TRACED = 1024
 
 
 @constant_while_traced  # torch.compile can trace ordinary Python, but not the parser
@@ -156,37 +157,38 @@ def _float_error(given: str, value: Any) -> str:
 # Serialisation.
 
 
-def pack(mask: Mask) -> tuple[str | None, list[Any]]:
+def to_text(mask: Mask) -> tuple[str | None, list[Any]]:
     """The text of a mask, and the arrays of its placeholders; the text is None if the mask holds a user's function.
 
     >>> from lowtri import causal, documents
-    >>> pack(causal() & documents([0, 0, 1]))
+    >>> to_text(causal() & documents([0, 0, 1]))
     ('causal & documents(_0)', [array([0, 0, 1])])
     """
     arrays: list[Any] = []
     return mask._text(arrays), arrays
 
 
-def unpack(text: str, arrays: Sequence[Any]) -> Mask:
-    """The mask that was packed; the same object for the same content, as long as it is cached.
+def from_text(text: str, arrays: Sequence[Any]) -> Mask:
+    """The mask of what :func:`to_text` returns; the same object for the same content, as long as it is cached.
 
     >>> from lowtri import causal, documents
     >>> mask = causal() & documents([0, 0, 1])
-    >>> unpack(*pack(mask)) == mask
+    >>> from_text(*to_text(mask)) == mask
     True
 
     Raises:
-        MaskError: if ``pack`` does not write such a text.
+        MaskError: if ``to_text`` does not write such a text.
     """
     global _recent
-    for known_text, known, unpacked in _recent:
+    for known_text, known, known_mask in _recent:
         if known_text == text and len(known) == len(arrays):
             pairs = zip(known, arrays, strict=True)
             if all(a.array.dtype == b.dtype and np.array_equal(a.array, b) for a, b in pairs):
-                return unpacked
+                return known_mask
     frozen = tuple(FrozenArray(array) for array in arrays)
-    _recent = ((text, frozen, _unpack(text, frozen)), *_recent[:1])
-    return _recent[0][2]
+    result = _from_text(text, frozen)
+    _recent = ((text, frozen, result), *_recent[:1])
+    return result
 
 
 # The layers of a model alternate between one or two masks, and comparing an array costs a tenth of hashing it.
@@ -194,7 +196,7 @@ _recent: tuple[tuple[str, tuple[FrozenArray, ...], Mask], ...] = ()
 
 
 @lru_cache(32)
-def _unpack(text: str, frozen: tuple[FrozenArray, ...]) -> Mask:
+def _from_text(text: str, frozen: tuple[FrozenArray, ...]) -> Mask:
     return _read(text, [array.array for array in frozen]) if frozen else mask(text)
 
 
@@ -214,7 +216,8 @@ def _read(text: str, arrays: Sequence[Any] = ()) -> Mask:
 
 class _Reader:
     def __init__(self, text: str, arrays: Sequence[Any]) -> None:
-        self.text, self.arrays = text, arrays
+        self.text = text
+        self.arrays = arrays
         self.end = 0  # of the previous token
         self.count = 0
         self.open: list[tuple[int, str]] = []  # the brackets around the token: where each stands, and what closes it
@@ -223,10 +226,13 @@ class _Reader:
     def _scan(self, start: int) -> None:
         match = _TOKEN.match(self.text, start)
         assert match is not None  # white space, then anything or nothing
-        self.token, self.start, self.next = match.group(1), match.start(1), match.end()
+        self.token = match.group(1)
+        self.start = match.start(1)
+        self.next = match.end()
 
     def take(self) -> str:
-        token, self.end = self.token, self.next
+        token = self.token
+        self.end = self.next
         self.count += 1
         if self.count > _MAX_TOKENS:
             raise MaskError(
@@ -316,7 +322,8 @@ class _Reader:
 
     def entries(self, bracket: str, start: int, depth: int) -> Any:
         """The content of brackets: a list; but one value in parentheses is the value itself."""
-        closing, comma = ")" if bracket == "(" else "]", False
+        closing = ")" if bracket == "(" else "]"
+        comma = False
         self.open.append((start, closing))
         values = []
         while self.token != closing:
@@ -332,7 +339,9 @@ class _Reader:
         if self.arrays and name[0] == "_":
             if name[1:] in map(str, range(len(self.arrays))):
                 return self.arrays[int(name[1:])]
-            raise MaskError(f"unpack: {shown(self.text)} with {len(self.arrays)} arrays is not what pack writes.")
+            raise MaskError(
+                f"from_text: {shown(self.text)} with {len(self.arrays)} arrays is not what to_text returns."
+            )
         if name in _LITERALS:
             return _LITERALS[name]
         make = _maker(name, bool(self.arrays))
@@ -346,8 +355,9 @@ class _Reader:
                 why = f"{shown(self.text[self.start :], 30)} at character {self.start + 1} is not in parentheses"
                 raise self.unreadable(why, f"Fix: {name}({shown(argument, 20)[1:-1]}).") from None
             reason = str(error).split(") ", 1)[-1]
-            given, parameters = shown(self.text[start : self.end]), signature(make).parameters.values()
-            arguments = ", ".join(x.name + "=..." * (x.kind is Parameter.KEYWORD_ONLY) for x in parameters)
+            given = shown(self.text[start : self.end])
+            parameters = signature(make).parameters.values()
+            arguments = ", ".join(f"{x.name}=..." if x.kind is Parameter.KEYWORD_ONLY else x.name for x in parameters)
             raise MaskError(f"mask: {given}: {shown(reason, 200)[1:-1]}.\nFix: {name}({arguments}).") from None
 
     def arguments(self, start: int, depth: int) -> tuple[list[Any], dict[str, Any]]:

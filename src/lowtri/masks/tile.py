@@ -115,7 +115,8 @@ class Interval:
     __array_ufunc__ = None  # NumPy's functions raise a TypeError
 
     def __init__(self, low: Any, high: Any) -> None:
-        self.low, self.high = low, high
+        self.low = low
+        self.high = high
 
     def __add__(self, other: Any) -> Interval:
         low, high = _ends(other)
@@ -177,7 +178,8 @@ class Truth:
     __array_ufunc__ = None
 
     def __init__(self, every: Any, some: Any) -> None:
-        self.every, self.some = every, some
+        self.every = every
+        self.some = some
 
     def __and__(self, other: Truth | bool) -> Truth:
         every, some = _truth(other)
@@ -187,7 +189,8 @@ class Truth:
         every, some = _truth(other)
         return Truth(self.every | every, self.some | some)
 
-    __rand__, __ror__ = __and__, __or__
+    __rand__ = __and__
+    __ror__ = __or__
 
     def __invert__(self) -> Truth:
         return Truth(self.some ^ True, self.every ^ True)
@@ -224,14 +227,19 @@ def _divisor(n: Any) -> int:
     return n
 
 
-class Tile(IntEnum):
+class TileAnswer(IntEnum):
     """The three answers for a tile, a rectangle of queries x keys: EMPTY (no visible pair), FULL (every pair), PARTIAL (otherwise)."""
 
     EMPTY = 0
     PARTIAL = 1
     FULL = 2
 
+    def __repr__(self) -> str:
+        return f"<Tile.{self.name}: {self.value}>"  # its public name
 
-EMPTY, PARTIAL, FULL = Tile.EMPTY, Tile.PARTIAL, Tile.FULL
-TILES = (EMPTY, PARTIAL, FULL)
-"""By number: a look-up is five times faster than ``Tile(answer)``."""
+
+EMPTY = TileAnswer.EMPTY
+PARTIAL = TileAnswer.PARTIAL
+FULL = TileAnswer.FULL
+TILE_ANSWERS = (EMPTY, PARTIAL, FULL)
+"""By number: a look-up is five times faster than ``TileAnswer(number)``."""

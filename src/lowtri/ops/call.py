@@ -180,7 +180,7 @@ class Call:
         q, k = positions_of(self.mask, self.q.shape[2], positions.nk, positions.q, positions.k)
         if self.mask.batch or len(q) > 1 or len(k) > 1 or bounds[0] < 0:
             return _table(self.mask, q, k)
-        visible = self.mask.between_tokens(q.T, k)
+        visible = self.mask.visible_unchecked(q.T, k)
         return (visible & (k >= 0) if bounds[2] < 0 else visible)[None, None]  # free slots of a cache are at -1
 
     @cached_property

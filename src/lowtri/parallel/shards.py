@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask
-from lowtri.masks.plan import TILE_Q, Plan, row_of_runs, stretches
+from lowtri.masks.plan import TILE_Q, Plan, row_of_runs, run_bounds
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
 from lowtri.pictures.pages import card
 from lowtri.pictures.svg import HIDDEN, fill
@@ -83,7 +83,7 @@ def _united(runs: Runs, blocks: int) -> Runs:
     reach = np.maximum.accumulate(offset + last)
     begins = np.ones(len(owner), bool)
     begins[1:] = offset[1:] + first[1:] > reach[:-1]
-    starts, ends = stretches(begins)
+    starts, ends = run_bounds(begins)
     return Runs(owner[starts], first[starts], reach[ends] - offset[ends])
 
 
