@@ -24,7 +24,6 @@ TO_READ = [
     "src/lowtri/files.py",
     "src/lowtri/integrations/",
     "src/lowtri/nn/",
-    "src/lowtri/parallel/",
     "src/lowtri/plain.py",
     "src/lowtri/pretrained.py",
     "src/lowtri/system.py",
