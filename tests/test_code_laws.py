@@ -18,15 +18,7 @@ MAX_PARAMETERS_UNREAD = 12  # of a function in TO_READ
 MAX_TARGETS = 3  # of an assignment
 
 TO_READ = [
-    "src/lowtri/cli/",
-    "src/lowtri/compat/",
-    "src/lowtri/doctor.py",
-    "src/lowtri/files.py",
     "src/lowtri/integrations/",
-    "src/lowtri/nn/",
-    "src/lowtri/plain.py",
-    "src/lowtri/pretrained.py",
-    "src/lowtri/system.py",
     # Not yet rewritten to these laws; only the lengths of files and the larger number of parameters are checked here.
     # The list only shrinks: whoever reads one of these through removes it.
     "src/lowtri/auditing/",

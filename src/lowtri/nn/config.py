@@ -188,7 +188,8 @@ _MOST_LAYERS = 2**16
 def _check_types(owner: str, config: Any) -> None:
     """Sizes are whole numbers from 1, flags are True or False, the rest are numbers; None stands for the default."""
     for field in fields(config):
-        value, expected = getattr(config, field.name), None
+        value = getattr(config, field.name)
+        expected = None
         if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             expected = "a whole number, at least 1"
         elif field.type == "int" and value > (_MOST_LAYERS if "layers" in field.name else MOST):
