@@ -18,7 +18,6 @@ MAX_PARAMETERS_UNREAD = 12  # of a function in TO_READ
 MAX_TARGETS = 3  # of an assignment
 
 TO_READ = [
-    "src/lowtri/integrations/",
     # Not yet rewritten to these laws; only the lengths of files and the larger number of parameters are checked here.
     # The list only shrinks: whoever reads one of these through removes it.
     "src/lowtri/auditing/",
@@ -71,7 +70,6 @@ MANY_PARAMETERS = {
     "src/lowtri/integrations/flex/attention.py:flex_attention",
     "src/lowtri/integrations/flex/masks.py:create_block_mask",
     "src/lowtri/integrations/transformers/attention.py:attend",
-    "src/lowtri/integrations/transformers/attention.py:_attend_with",
     "src/lowtri/integrations/transformers/masks.py:make_mask",
     "src/lowtri/nn/attention.py:MultiHeadAttention.__init__",
     "src/lowtri/nn/attention.py:MultiHeadAttention.forward",
@@ -145,11 +143,20 @@ def faults_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def assignment_laws(node: ast.Assign) -> Iterator[str]:
     for target in node.targets:
-        if isinstance(target, ast.Tuple | ast.List):
-            if len(target.elts) > MAX_TARGETS:
-                yield f"an assignment of {len(target.elts)} values"
-            elif len(target.elts) == MAX_TARGETS and isinstance(node.value, ast.Tuple):
-                yield "three assignments in one"
+        count = len(names_in(target))
+        if count > MAX_TARGETS:
+            yield f"an assignment of {count} values"
+        elif count == MAX_TARGETS and isinstance(node.value, ast.Tuple):
+            yield "three assignments in one"
+
+
+def names_in(target: ast.expr) -> list[ast.expr]:
+    """What a target assigns to, also inside of others; ``_`` is not counted."""
+    if isinstance(target, ast.Tuple | ast.List):
+        return [name for part in target.elts for name in names_in(part)]
+    if isinstance(target, ast.Starred):
+        return names_in(target.value)
+    return [] if isinstance(target, ast.Name) and target.id == "_" else [target]
 
 
 def is_sequence(node: ast.expr) -> bool:
@@ -199,6 +206,7 @@ def test_files_are_short() -> None:
     [
         ("an assignment of 4 values", "a, b, c, d = array.shape", "a, b, c = array.shape"),
         ("an assignment of 4 values", "a, *b, c, d = call()", "a, *b = call()"),
+        ("an assignment of 4 values", "(a, b), (c, d) = x, y", "_, a, b, _ = array.shape"),
         ("three assignments in one", "a, b, c = 1, 2, 3", "a, b = b, a"),
         ("three assignments in one", "x = a, b, c = 1, 2, 3", "a = b = c = 1"),
         ("a conditional expression inside another", "x = 1 if a else 2 if b else 3", "x = 1 if a else 2"),

@@ -154,7 +154,8 @@ def check_size(owner: str, name: str, value: Any, least: int = 1) -> None:
 
 def head_size(owner: str, given: int | None, rotary: bool, sizes: Mapping[str, int]) -> int:
     """The size of a head: ``given``, or the width divided by the heads. ``sizes`` are width, heads and key/value heads."""
-    (width, d), (heads, count), (kv_heads, kv_count) = sizes.items()
+    width, heads, kv_heads = sizes
+    d, count, kv_count = sizes.values()
     for name, value in sizes.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or value > MOST:
             check_size(owner, name, value)

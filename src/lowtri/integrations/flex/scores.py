@@ -75,11 +75,11 @@ def read_score_mod(
         return Scores(in_kernel=False)
     steps = _Steps(result)
     captured = [node.content() for node, _ in steps.conditions]
-    if result.kept.get("key") != (shape, captured) or None in captured:
+    if result.memo.get("key") != (shape, captured) or None in captured:
         masks = [function_mask(node.of_indices, shape, device, node) for node, _ in steps.conditions]
         visible = [~mask if hides else mask for mask, (_, hides) in zip(masks, steps.conditions, strict=True)]
-        result.kept = {"key": (shape, captured), "mask": reduce(and_, visible) if visible else None}
-    scores = Scores(result.kept["mask"], steps.outer * steps.inner)
+        result.memo = {"key": (shape, captured), "mask": reduce(and_, visible) if visible else None}
+    scores = Scores(result.memo["mask"], steps.outer * steps.inner)
     scores.softcap = steps.outer if steps.capped else None
     if not (steps.known and math.isfinite(scores.factor) and 0 < (scores.softcap or 1) < math.inf):
         return Scores(scores.mask, in_kernel=False)

@@ -85,16 +85,19 @@ def make_mask(
         if not numbers and function is causal_mask_function and attention_mask is None and _can_omit_mask(*sizes):
             return None
         return make(batch_size, *sizes, function, attention_mask, use_vmap=use_vmap, device=device)
-    q0, k0 = int(q_offset), int(kv_offset)
+    q0 = int(q_offset)
+    k0 = int(kv_offset)
     may_omit = forward is None and q_length == 1 and bool(options.get("allow_is_causal_skip"))
     if may_omit and _can_omit_mask(1, kv_length, q0, k0):
         no_padding = attention_mask is None or (attention_mask.shape[-1] > q0 and bool(attention_mask.all()))
         if no_padding and (mask_function is None or _is_known(mask_function, "causal_mask_function")):
             return None  # the newest token sees every key
-    pattern, context = None, None if forward is None else forward.context
-    packing, places = None, None
+    pattern = None
+    context = None if forward is None else forward.context
+    packing = places = None
     if forward is not None:
-        forward.made_mask, pattern = True, forward.mask
+        forward.made_mask = True
+        pattern = forward.mask
         end = max(q0 + q_length, k0 + kv_length) + 1
         packing = (
             None if forward.crosses and _is_known(mask_function, "bidirectional_mask_function") else forward.packing
@@ -123,7 +126,8 @@ def make_mask(
     remake = partial(make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask)
     remake = partial(remake, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
     lazy = LazyMask(mask, q0, q_length, k0, kv_length, remake, context, packed=forward is not None)
-    return LazyMaskTensor(lazy, (batch_size, (*mask.batch, 1, 1)[1], q_length, kv_length), device)
+    heads = mask.batch[1] if len(mask.batch) > 1 else 1
+    return LazyMaskTensor(lazy, (batch_size, heads, q_length, kv_length), device)
 
 
 def _can_omit_mask(q_length: Any, kv_length: Any, q_offset: Any, kv_offset: Any) -> bool:
@@ -255,7 +259,7 @@ def _remapped(inner: Mask, positions: Tensor) -> Mask:
 
 
 # The functions of transformers: from the variables that each closes over to its mask. ``read`` gives the mask of a function.
-_READERS: dict[str, Callable[[dict[str, Any], int, Callable[[Any], Mask]], Mask]] = {
+_KNOWN_MASK_FUNCTIONS: dict[str, Callable[[dict[str, Any], int, Callable[[Any], Mask]], Mask]] = {
     "causal_mask_function": lambda c, rows, read: causal(),
     "bidirectional_mask_function": lambda c, rows, read: full(),
     "sliding_window_overlay": lambda c, rows, read: _sliding(int(c["sliding_window"]) - 1, POSITION_MAX),
@@ -273,11 +277,11 @@ _READERS: dict[str, Callable[[dict[str, Any], int, Callable[[Any], Mask]], Mask]
     ),
 }
 # What a model's pattern is made of. An overlay joined by "or" shows more than the pattern (the tokens of an image one another).
-_PATTERNS = (*list(_READERS)[:5], "or_masks")
+_PATTERNS = (*list(_KNOWN_MASK_FUNCTIONS)[:5], "or_masks")
 
 
 def _read(name: str, fn: Callable[..., Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
-    return _READERS[name](_closed_over(fn), rows, read)
+    return _KNOWN_MASK_FUNCTIONS[name](_closed_over(fn), rows, read)
 
 
 def _closed_over(fn: Callable[..., Any]) -> dict[str, Any]:
@@ -302,7 +306,7 @@ def _known() -> dict[Any, str]:
         **dict.fromkeys(("and_masks", "or_masks"), two),
         "remap_positions_for_packed_sequence": (two[0], positions),
     }
-    examples = {name: known_mask_function(name, *arguments.get(name, ())) for name in _READERS}
+    examples = {name: known_mask_function(name, *arguments.get(name, ())) for name in _KNOWN_MASK_FUNCTIONS}
     return {fn.__code__: name for name, fn in examples.items() if fn is not None and _agree(fn, name)}
 
 
@@ -340,7 +344,8 @@ class RemappedMask(Mask):
 
     def _at(self, b: int, h: int) -> Mask:
         positions = np.atleast_2d(self.positions.array)
-        return RemappedMask(self.inner.at(b % (*self.inner.batch, 1)[0], h), FrozenArray(positions[b % len(positions)]))
+        inner_rows = self.inner.batch[0] if self.inner.batch else 1
+        return RemappedMask(self.inner.at(b % inner_rows, h), FrozenArray(positions[b % len(positions)]))
 
     def __repr__(self) -> str:
         return f"moved({self.inner!r}, {self.positions})"

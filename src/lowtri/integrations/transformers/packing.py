@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -109,10 +109,9 @@ def read_packing(
             )
         found = told
     elif found is None and jump is not None and looks_for_jumps():
-        row, token, before, after = jump
         warnings.warn(
-            f"transformers: position_ids go from {before} to {after} at token {token} of row {row}. This is read as one document, "
-            "since they do not begin anew at 0; transformers' own attention would read two.\n"
+            f"transformers: position_ids go from {jump.before} to {jump.after} at token {jump.token} of row {jump.row}. "
+            "This is read as one document, since they do not begin anew at 0; transformers' own attention would read two.\n"
             'Fix: cu_seq_lens_q= and cu_seq_lens_k= for documents, attention_mask="causal" for one.',
             stacklevel=2,
         )
@@ -255,7 +254,13 @@ def _changes(name: str, ids: NDArray[Any], rows: int, n: int) -> NDArray[np.bool
     return np.broadcast_to(starts, (rows or len(starts), n))
 
 
-Jump = tuple[int, int, int, int]  # the row and the token of a jump, the position before and there
+class Jump(NamedTuple):
+    """Where positions do not count on."""
+
+    row: int
+    token: int
+    before: int  # the position before
+    after: int  # the position there
 
 
 def _begun_anew(
@@ -268,12 +273,15 @@ def _begun_anew(
     positions = np.asarray(given.cpu())
     if positions.ndim == 3:  # several axes: (text, time, height, width), or three, of which text moves all
         axes = positions[:1] if len(positions) == 4 else positions
-        begins, positions = np.isin(axes, list(firsts())).all(0), axes[0]
+        begins = np.isin(axes, list(firsts())).all(0)
+        positions = axes[0]
         in_images = len(axes) > 1
     else:
         positions = np.atleast_2d(positions)
-        begins, in_images = np.isin(positions, list(firsts())), False
-    positions, begins = (np.broadcast_to(x, (rows, n)) for x in (positions, begins))
+        begins = np.isin(positions, list(firsts()))
+        in_images = False
+    positions = np.broadcast_to(positions, (rows, n))
+    begins = np.broadcast_to(begins, (rows, n))
     real = _real(named.get("attention_mask"), rows, n)
     starts = begins & real & (np.cumsum(real, axis=1) > 1)
     jumps = np.zeros((rows, n), np.bool_)
@@ -282,7 +290,7 @@ def _begun_anew(
     jump: Jump | None = None
     if jumps.any() and not in_images:
         row, token = np.argwhere(jumps)[0].tolist()
-        jump = (row, token, int(positions[row, token - 1]), int(positions[row, token]))
+        jump = Jump(row, token, int(positions[row, token - 1]), int(positions[row, token]))
     if not starts.any():
         return None, jump
     starts[:, 0] = True
