@@ -197,7 +197,8 @@ def smollm2() -> None:
     model, tokenizer, _ = load_model("smollm2")
     ids = tokenizer.encode(SENTENCE)
     tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
-    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    layers = model.config.num_hidden_layers
+    heads = model.config.num_attention_heads
     maps = np.array(
         [
             [lowtri.explain(model, ids, layer=layer, head=head)["weights"].value for head in range(heads)]

@@ -22,7 +22,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import lowtri
 from lowtri.benching import facts, headline, medians
 
-HEADS, SIZE, DOCUMENTS, LENGTH = 8, 64, 8, 512
+HEADS = 8
+SIZE = 64
+DOCUMENTS = 8
+LENGTH = 512
 N = DOCUMENTS * LENGTH
 MASK = lowtri.causal() & lowtri.documents(lengths=[LENGTH] * DOCUMENTS)
 DTYPES = [name for name in ("float32", "bfloat16") if name in sys.argv] or ["float32", "bfloat16"]

@@ -63,7 +63,11 @@ MANY_PARAMETERS = {
     "src/lowtri/cli/learn.py:explain",
     "src/lowtri/cli/learn.py:mask",
     "src/lowtri/cli/models.py:generate",
+    # Helpers of tests: the sizes of a call, and a function with the parameters of lowtri.attention.
+    "tests/support/attention_cases.py:draw",
+    "tests/support/attention_cases.py:pair_by_pair",
     # Copies of another library's signature.
+    "tests/support/onnx_operator.py:attention",
     "src/lowtri/integrations/flash_attn/functions.py:flash_attn_func",
     "src/lowtri/integrations/flash_attn/functions.py:flash_attn_varlen_func",
     "src/lowtri/integrations/flash_attn/functions.py:flash_attn_with_kvcache",
@@ -93,7 +97,7 @@ class Function(NamedTuple):
 @cache
 def files() -> dict[str, str]:
     """The text of every file that the laws are for."""
-    folders = ["src/lowtri"]
+    folders = ["src/lowtri", "benchmarks", "tools", "tests/support"]
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 

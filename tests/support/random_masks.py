@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lowtri import masks as lt
 
 SIZE = 20  # the laws test positions below SIZE; arrays are shorter, so that positions past their end are tested too
-ROWS, HEADS = 2, 2  # of every batched mask
+ROWS = 2  # of every batched mask
+HEADS = 2
 
 Sees = Callable[[int, int, int, int], bool]  # (q, k, batch row, head) -> may q see k?
 
@@ -31,7 +32,8 @@ class Case:
         batch = self.mask.batch
         out = np.zeros((*batch, len(q), len(k)), bool)
         for place in np.ndindex(batch):
-            b, h = (*place, 0, 0)[:2]
+            at_zero = (*place, 0, 0)  # without a batch, or without heads
+            b, h = at_zero[:2]
             out[place] = [[i >= 0 and j >= 0 and self.sees(i, j, b, h) for j in k] for i in q]
         return out
 
@@ -41,7 +43,9 @@ small = st.integers(1, 12)
 
 @st.composite
 def formulas(draw: st.DrawFn) -> Case:
-    n, a, b = draw(small), draw(st.integers(0, 8)), draw(st.integers(0, 8))
+    n = draw(small)
+    a = draw(st.integers(0, 8))
+    b = draw(st.integers(0, 8))
     return draw(
         st.sampled_from(
             [
@@ -104,7 +108,8 @@ def array_masks(draw: st.DrawFn) -> Case:
 
     def sees(q: int, k: int, b: int, h: int) -> bool:
         table = bools
-        for index in (b, h)[: len(lead)]:
+        leading = (b, h)
+        for index in leading[: len(lead)]:
             table = table[min(index, len(table) - 1)]
         return bool(table[q, k]) == (kind == "table")
 
@@ -123,7 +128,8 @@ single_masks = st.one_of(formulas(), array_masks(), user_formula)
 
 @st.composite
 def joined(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
-    one, sign = draw(inner), draw(st.sampled_from("&|-~"))
+    one = draw(inner)
+    sign = draw(st.sampled_from("&|-~"))
     if sign == "~":
         return Case(~one.mask, lambda *at: not one.sees(*at), one.exact, one.text)
     two = draw(inner)
