@@ -242,9 +242,8 @@ def alternating(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
     """The seconds of each run in each round, after a round that warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
-        names = (
-            list(runs) if number % 2 else list(reversed(runs))
-        )  # the second finds warm memory, so the order alternates
+        # The second finds warm memory, so the order alternates.
+        names = list(runs) if number % 2 else list(reversed(runs))
         for name in names:
             taken = runs[name]()
             if number:

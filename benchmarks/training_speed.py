@@ -165,9 +165,8 @@ def main() -> None:
     for number in range(o.steps + 2):  # two to warm up
         ids = torch.randint(o.vocabulary, (o.batch, o.context + 1))
         losses = {}
-        for name in sorted(
-            models, reverse=number % 2 == 1
-        ):  # whoever is second finds warm caches: take turns in that too
+        # The second finds warm caches: the order alternates.
+        for name in sorted(models, reverse=number % 2 == 1):
             losses[name], taken = step(models[name], optimizers[name], ids)
             seconds[name].append(taken)
         if number == 0 and abs(losses["lowtri"] - losses["plain torch"]) > 1e-3:

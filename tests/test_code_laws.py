@@ -107,6 +107,12 @@ def trees() -> dict[str, ast.Module]:
     return {file: ast.parse(text) for file, text in files().items()}
 
 
+@cache
+def functions() -> list[tuple[str, Function]]:
+    """Each function with its file."""
+    return [(file, function) for file, tree in trees().items() for function in functions_of(tree, f"{file}:")]
+
+
 def is_read(file: str) -> bool:
     return not file.startswith(tuple(TO_READ))
 
@@ -185,18 +191,16 @@ def test_statements_say_one_thing() -> None:
 
 def test_functions_have_few_parameters() -> None:
     many = set()
-    for file, tree in trees().items():
-        for function in functions_of(tree, f"{file}:"):
-            most = MAX_PARAMETERS if is_read(file) else MAX_PARAMETERS_UNREAD
-            if function.parameters > most and function.name not in MANY_PARAMETERS:
-                many.add(f"{function.name} has {function.parameters}")
+    for file, function in functions():
+        most = MAX_PARAMETERS if is_read(file) else MAX_PARAMETERS_UNREAD
+        if function.parameters > most and function.name not in MANY_PARAMETERS:
+            many.add(f"{function.name} has {function.parameters}")
     assert many == set()
 
 
 def test_exceptions_are_needed() -> None:
     """A name leaves MANY_PARAMETERS with its function, and a path leaves TO_READ with its file."""
-    functions = [function for file, tree in trees().items() for function in functions_of(tree, f"{file}:")]
-    assert {function.name for function in functions if function.parameters > MAX_PARAMETERS} >= MANY_PARAMETERS
+    assert {function.name for _, function in functions() if function.parameters > MAX_PARAMETERS} >= MANY_PARAMETERS
     assert [path for path in TO_READ if not any(file.startswith(path) for file in files())] == []
 
 

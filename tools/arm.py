@@ -112,9 +112,8 @@ class Job(NamedTuple):
 
 # The longest first: each runs on one core, and none is left running alone at the end.
 JOBS = (
-    Job(
-        "dispatch", ("tests/dispatch", "--ignore=tests/dispatch/test_onnx_operator.py")
-    ),  # onnx is not among the wheels
+    # onnx is not among the wheels.
+    Job("dispatch", ("tests/dispatch", "--ignore=tests/dispatch/test_onnx_operator.py")),
     Job("generation", ("tests/generation",)),
     Job("contract", ("tests/kernels/contract_cases.py",)),
     Job("kernels", ("tests/kernels", *(f"--ignore={name}" for name in PROCESSES))),
@@ -185,9 +184,8 @@ def unpack(name: str, suite: str, architecture: str, target: Path) -> None:
         if member.startswith("data.tar"):
             with tarfile.open(fileobj=io.BytesIO(archive[offset + 60 : offset + 60 + size])) as files:
                 for file in files:
-                    if file.issym() and file.linkname.startswith(
-                        "/"
-                    ):  # else the link would lead into this machine's files
+                    # Else the link would lead into this machine's files.
+                    if file.issym() and file.linkname.startswith("/"):
                         folder = Path("/", file.name).parent
                         file.linkname = os.path.relpath(file.linkname, folder)
                     files.extract(file, target, filter="tar")

@@ -13,9 +13,8 @@ from lowtri.backends import BACKENDS
 
 ENGINES = tuple(name for name in BACKENDS if name != "flex")  # which runs on a GPU only
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-TRACELESS = tuple(
-    name for name in ENGINES if name != "sdpa"
-)  # torch's own, called by name, cannot keep what is hidden from some apart
+# Torch's own, called by name, cannot keep what is hidden from some apart.
+TRACELESS = tuple(name for name in ENGINES if name != "sdpa")
 
 EPS = {name: torch.finfo(getattr(torch, name)).eps for name in DTYPES}
 

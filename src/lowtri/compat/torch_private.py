@@ -13,9 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import (
-    TorchDispatchMode as TorchDispatchMode,
-)  # documented in "Extending PyTorch", without a public module
+
+# Documented in "Extending PyTorch", without a public module.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from lowtri.compat.tested import tried_range
 from lowtri.errors import EngineError
@@ -74,9 +74,8 @@ def dispatch_key_set(*names: str) -> int:
 # () -> the level of forward-mode differentiation, -1 outside of it; publicly only a dual tensor shows it
 forward_level = partial(getattr, forward_ad, "_current_level", -1)
 
-is_zero_tensor = _private(
-    "Tensor._is_zerotensor", lambda x: False
-)  # (tensor) -> zeros without memory, as autograd makes them
+# (tensor) -> zeros without memory, as autograd makes them.
+is_zero_tensor = _private("Tensor._is_zerotensor", lambda x: False)
 
 
 def is_fake(x: Any) -> bool:
@@ -106,9 +105,8 @@ scaled_dot_product_attention = _private(
 
 is_batched = _private("_C._functorch.is_legacy_batchedtensor", lambda x: False)  # (tensor) -> bool
 in_batch = _private("_add_batch_dim")  # (tensor, dimension, level) -> a batched tensor
-out_of_batch = _private(
-    "_remove_batch_dim"
-)  # (batched, level, size, dimension) -> a tensor; the size is read for others only
+# (batched, level, size, dimension) -> a tensor; the size is read for others only.
+out_of_batch = _private("_remove_batch_dim")
 
 
 def vmap_level() -> int:

@@ -105,7 +105,7 @@ class AttentionCall:
         return index if isinstance(index, int) else None
 
     def without_arrays(self) -> AttentionCall:
-        """The same call without what needs memory."""
+        """This call without what needs memory."""
         return AttentionCall(self.module, None, None, None, None, {}, self.implementation, None)
 
 

@@ -278,13 +278,14 @@ class _UnknownError(Exception):
     """What a trace cannot follow, or an operation whose bounds are not known."""
 
 
+# These take the dtype and the device of their input alone.
 _LIKE = (
     "new_zeros",
     "new_ones",
     "new_full",
     "zeros_like",
     "ones_like",
-)  # take the dtype and device of their input alone
+)
 
 
 class _Recorder(TorchDispatchMode):
@@ -322,18 +323,20 @@ class _Recorder(TorchDispatchMode):
         return self.add(x, key=None if x.ndim else (x.dtype, x.item()), value=x)
 
 
+# These read numbers, which no operation shows.
 _LEAVES_TORCH = (
     Tensor.numpy,
     Tensor.tolist,
     Tensor.__array__,
     Tensor.__dlpack__,
-)  # of numbers, which no operation shows
+)
+# These read the numbers of tensors in lists.
 _COPIES_TO_TENSOR = (
     torch.tensor,
     torch.as_tensor,
     torch.asarray,
     Tensor.new_tensor,
-)  # which read those of tensors in lists
+)
 
 
 class _Indexing(TorchFunctionMode):

@@ -145,9 +145,9 @@ class FrozenArray:
     @cached_property
     def digest(self) -> str:
         kind = f"{self.array.dtype.str}{self.array.shape}".encode()
-        content = (
-            np.packbits(self.array) if self.array.dtype == bool else self.array
-        )  # packing takes less time than hashing
+        content = self.array
+        if content.dtype == bool:  # packing takes less time than hashing
+            content = np.packbits(content)
         return hashlib.sha256(kind + content.tobytes()).hexdigest()
 
     def __eq__(self, other: object) -> bool:

@@ -111,7 +111,7 @@ class Mask:
         return [getattr(self, name) for name in self.__match_args__]  # type: ignore[attr-defined]
 
     def __post_init__(self) -> None:
-        """Derive the operands, the batch, the depth and the flags from the fields of the dataclass."""
+        """Derive operands, batch, depth and flags from the fields of the dataclass."""
         fields = self._fields()
         operands = [x for x in fields if isinstance(x, Mask)]
         if operands:
@@ -120,7 +120,7 @@ class Mask:
             object.__setattr__(self, "_batch", fields[0].array.shape[: -self._rank])
 
     def _combine(self, parts: Sequence[Mask], batch: tuple[int, ...], operators: int = 1) -> None:
-        """Store what follows from the parts of a mask; reject one whose operators are too deep to recurse through.
+        """Derive operands, batch, depth and flags from the parts of a mask; reject one whose operators are too deep to recurse through.
 
         Args:
             operators: 1 for an operator; 0 for a list of masks, of which one answers for each head.

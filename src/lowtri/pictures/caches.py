@@ -46,7 +46,7 @@ def draw(cache: KVCache) -> str:
 
 
 def notebook_svg(cache: KVCache) -> str:
-    """The same as SVG text."""
+    """The picture of :func:`draw` as SVG text."""
     lifetimes = cache.lifetimes(_ROWS, MAX_CELLS)
     states = lifetimes.states
     below = "positions →" if states.size else "nothing appended yet"

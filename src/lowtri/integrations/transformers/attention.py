@@ -32,7 +32,7 @@ _warned: set[str] = set()
 _UNSUPPORTED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
 # What continuous batching passes on to the layers, where its keys lie: in the cache itself, or (since transformers 5.24) in these.
 _PAGED = ("read_index", "write_index", "block_table", "k_cache", "v_cache")
-# Those that mean something, beside what every layer is passed.
+# Further arguments that change the result; what every layer is passed besides is ignored.
 _OTHERS = {
     "sinks",
     "position_bias",
