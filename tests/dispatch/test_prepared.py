@@ -90,10 +90,6 @@ class _Mode(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _negative(x: torch.Tensor) -> torch.Tensor:
-    return torch.complex(torch.zeros_like(x), -x).conj().imag
-
-
 def _under(context):
     def find(q, k, v):
         with context():
@@ -118,7 +114,9 @@ UNUSUAL = {
     "a parameter that needs a gradient": lambda q, k, v: is_found(torch.nn.Parameter(q), k, v),
     "a subclass": lambda q, k, v: is_found(q.as_subclass(_Subclass), k, v),
     "NumPy's arrays": lambda q, k, v: is_found(q.numpy(), k.numpy(), v.numpy()),
-    "a negated view": lambda q, k, v: is_found(q, _negative(k), v),
+    "a negated query": lambda q, k, v: is_found(torch._neg_view(q), k, v),
+    "negated keys": lambda q, k, v: is_found(q, torch._neg_view(k), v),
+    "negated values": lambda q, k, v: is_found(q, k, torch._neg_view(v)),
     "zeros without memory": lambda q, k, v: is_found(q, k, torch._efficientzerotensor(v.shape)),
     "a sparse tensor": lambda q, k, v: is_found(q, k.to_sparse(), v),
     "another device": lambda q, k, v: is_found(q.to("meta"), k.to("meta"), v.to("meta")),
