@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from lowtri.dispatch.choose import Choice, explain_choice
-from lowtri.dispatch.prepared import cast_for_autocast, prepare, run_eagerly, run_over_cache
+from lowtri.dispatch.prepared import cast_for_autocast, find, is_traced, prepare, run_eagerly
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.mask import Mask
@@ -147,45 +146,33 @@ def attention(
 
     Source: Vaswani et al. 2017, section 3.2.
     """
-    if _find is not None and bias is None and sinks is None and q_positions is None and k_positions is None:
-        run = _find(q, k, v, mask, scale, softcap, dropout, return_weights, return_lse, engine)
-        if run is not None:
-            return run(q, k, v)
+    positions = None if q_positions is None and k_positions is None else (q_positions, k_positions)
+    ready, _ = find(
+        q, k, v, bias, sinks, positions, mask, scale, softcap, dropout, return_weights, return_lse, engine
+    )  # fmt: skip
+    if ready is not None:
+        return ready(q, k, v, bias, sinks) if ready.plain is None else ready.plain(q, k, v)
     options = CallOptions(
         scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, engine
     )
     if not is_traced():
-        return run_eagerly(q, k, v, mask, options, _short_way())
+        return run_eagerly(q, k, v, mask, options)
     from lowtri.dispatch.operators import traced
 
     return traced(*cast_for_autocast(q, k, v)[1:], mask, options)
 
 
-_find: Any = None  # lowtri.dispatch.quick.find and .learn, once torch is loaded
-_learn: Any = None
-
-
-def _short_way() -> Any:
-    """What is told of calls that may go the short way from now on; None without torch."""
-    global _find, _learn
-    if _find is None and sys.modules.get("torch") is not None:
-        from lowtri.dispatch.quick import find, learn
-
-        _find, _learn = find, learn
-    return _learn
-
-
 def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
     """The output of :func:`attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
 
-    A cache has checked its positions, so a token takes less time than a call. ``options`` have no bias, positions, weights or lse.
+    Equal to a call at these positions, which are checked already. ``options`` have no bias, positions, weights or lse.
     """
-    output = None if is_traced() else run_over_cache(q, k, v, mask, options, positions)
-    if output is None:
-        options = options._replace(q_positions=positions.q, k_positions=positions.k)
-        nk, given = positions.nk, options._asdict()
-        output = attention(q, k[..., :nk, :], v[..., :nk, :], mask, **given)
-    return output
+    scale, softcap, _, sinks, dropout, _, _, *rest = options
+    ready, _ = find(q, k, v, None, sinks, positions, mask, scale, softcap, dropout, *rest)
+    if ready is not None:
+        return ready(q, k, v, None, sinks) if ready.plain is None else ready.plain(q, k, v)
+    nk, given = positions.nk, options._replace(q_positions=positions.q, k_positions=positions.k)
+    return attention(q, k[..., :nk, :], v[..., :nk, :], mask, **given._asdict())
 
 
 def which_engine(
@@ -218,12 +205,6 @@ def which_engine(
     other = ready.fallback(inputs)
     chosen = ready.backend if other is None else other.backend
     return explain_choice(call, chosen, None if other is None else ready.backend, by_name=engine != "auto")
-
-
-def is_traced() -> bool:
-    """Whether torch.compile or torch.export is tracing this call."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
 
 
 def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:

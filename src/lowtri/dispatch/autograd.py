@@ -38,11 +38,10 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], prepared: Prepared, call: Call, *inputs: Tensor | None) -> Any:
         output, weights, lse, state = run(*inputs)
-        ctx.prepared, ctx.call, ctx.states = prepared, call, [state]
-        # What was saved, if a hook of the user's may pack it.
-        ctx.saved = None
+        packed = None  # what was saved, if a hook of the user's may pack it
         if saved_tensors_hooks(True) is not None:
-            ctx.saved = [None if x is None else (x.shape, x.dtype, is_dense_cpu(x)) for x in (*inputs, output)]
+            packed = [None if x is None else (x.shape, x.dtype, is_dense_cpu(x)) for x in (*inputs, output)]
+        ctx.forward_state = prepared, call, [state], packed  # in one attribute, since each takes time
         ctx.save_for_backward(*inputs, output)
         if weights is None and lse is None:  # alone: each further result takes microseconds
             return output
@@ -64,7 +63,8 @@ def _each_backward(ctx: Any, *d_results: Tensor | None) -> Any:
 
 def _backward(ctx: Any, dense: bool, d_output: Any, d_weights: Any = None, d_lse: Any = None) -> Any:
     """What the backward returns; ``dense``: the gradients of all results have data."""
-    prepared, (*arrays, output) = ctx.prepared, ctx.saved_tensors
+    prepared, call, states, packed = ctx.forward_state
+    *arrays, output = ctx.saved_tensors
     inputs = Inputs(*arrays)
     if d_output is None:
         d_output = torch.zeros_like(output)
@@ -73,13 +73,13 @@ def _backward(ctx: Any, dense: bool, d_output: Any, d_weights: Any = None, d_lse
     by_formula = transformed or not dense or source is GradientSource.FORMULA
     if by_formula or (prepared.checks_values() and not prepared.is_exact_for(inputs, d_output)):
         d_result = Result(d_output, d_weights, d_lse)
-        return None, None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[3:])
-    if ctx.saved is not None:
-        _check_unpacked((*arrays, output), ctx.saved)
+        return None, None, None, *_by_formula(prepared, call, inputs, d_result, ctx.needs_input_grad[3:])
+    if packed is not None:
+        _check_unpacked((*arrays, output), packed)
     if source is GradientSource.LSE:
-        state = ctx.states[0]
+        state = states[0]
     else:  # the first backward consumes a graph, which frees its memory; a second one records it again
-        state = ctx.states.pop() if ctx.states else prepared.run(inputs).state
+        state = states.pop() if states else prepared.run(inputs).state
     return None, None, None, *prepared.gradients(inputs, output, state, d_output, d_lse)[: len(arrays)]
 
 

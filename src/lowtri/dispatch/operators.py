@@ -278,11 +278,13 @@ def _tensor(array: Any) -> Any:
 @torch.library.custom_op("lowtri::attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is inf where neither the caller nor the backward needs it."""
-    ready, inputs = _prepared(q, k, v, *rest)
-    if ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse:  # the gradients need it
-        rest = (*rest[:-2], True, ready.backend)
-        ready, inputs = _prepared(q, k, v, *rest)
     with without_autocast(autocast_device(q)):
+        ready, inputs = _prepared(q, k, v, *rest)
+        if (
+            ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse
+        ):  # the gradients need it
+            rest = (*rest[:-2], True, ready.backend)
+            ready, inputs = _prepared(q, k, v, *rest)
         result = ready.run(inputs)
     restore = ready.call.restore
     if result.lse is None:

@@ -113,11 +113,6 @@ class KVCache:
         """The position of the next token; the greatest one if the rows of the batch differ."""
         return int(self._slots.next.max())
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether the last append returned keys at 0 .. S-1 in order, the new ones last: attention's default positions."""
-        return self._slots.read.k is None
-
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
         """Positions of a layer's next ``n`` tokens, (n,), or (B, n) where the rows of the batch differ."""
         if not isinstance(n, int | np.integer) or not 0 <= n <= POSITION_MAX:

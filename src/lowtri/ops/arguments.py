@@ -320,6 +320,8 @@ def _in_four(x: Any, rank: int, lead: tuple[int, ...]) -> Any:
     """(..., H, N, D), (H, N, D) or (N, D) as (B, H, N, D)."""
     if rank == 4:
         return x
+    if rank == 3:
+        return x[None]
     return x[None, None] if rank == 2 else x.reshape(math.prod(lead), *x.shape[-3:])
 
 

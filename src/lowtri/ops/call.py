@@ -143,6 +143,13 @@ class Call:
     def needs_grad(self) -> bool:
         return any(x is not None and x.requires_grad for x in (self.q, self.k, self.v, self.bias, self.sinks))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it takes three tensors whose memory can be read, as they are, and returns the output alone."""
+        others = self.bias, self.sinks, self.opaque
+        returns_more = self.return_weights or self.return_lse
+        return self.rank == 4 and not (self.is_numpy or returns_more) and others == (None, None, None)
+
     @cached_property
     def shows_all(self) -> bool:
         """Whether every query sees every key; decided from the bounds of the positions, so it may be False without need."""
