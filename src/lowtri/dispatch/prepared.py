@@ -46,10 +46,15 @@ def run_eagerly(
         with without_autocast(device):
             result = ready.run(inputs)
     restore = ready.call.restore
-    if not (options.return_weights or options.return_lse):
+    if not (options.return_weights or options.return_lse or options.return_received):
         return restore(result.output)
-    extra = [result.weights] * options.return_weights + [result.lse] * options.return_lse
-    return tuple(restore(x) for x in (result.output, *extra))
+    asked = (
+        (True, result.output),
+        (options.return_weights, result.weights),
+        (options.return_lse, result.lse),
+        (options.return_received, result.received),
+    )
+    return tuple(restore(x) for is_asked, x in asked if is_asked)
 
 
 def run_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
@@ -175,7 +180,8 @@ def prepare(call: Call, engine: str) -> CachedCall:
     selective = call.opaque is None and prepared.checks_values()  # opaque data is not inspected
     differentiates = call.needs_grad and prepared.gradient_source() is not GradientSource.GRAPH
     is_4d_qkv = call.rank == 4 and call.bias is None and call.sinks is None
-    is_short = is_4d_qkv and not (call.is_numpy or call.opaque or selective or call.return_weights or call.return_lse)
+    returns_more = call.return_weights or call.return_lse or call.return_received
+    is_short = is_4d_qkv and not (call.is_numpy or call.opaque or selective or returns_more)
     ready = CachedCall(call, name, prepared, engine != "auto", selective, differentiates, is_4d_qkv, is_short)
     ready.any_keys = ready if prepared.any_keys else None
     return ready
@@ -385,7 +391,7 @@ def _content(positions: Any) -> Hashable | None:
 def may_be_cached(mask: Any, options: CallOptions) -> bool:
     """Whether the mask is one, and the options are plain numbers: equal ones then mean equal calls."""
     numbers = options.scale, options.softcap, options.dropout
-    flags = options.return_weights, options.return_lse
+    flags = options.return_weights, options.return_lse, options.return_received
     return (
         all(type(x) in (float, int, type(None)) for x in numbers)
         and all(type(x) is bool for x in flags)
