@@ -22,11 +22,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtri.backends import GradientSource, Prepared
+from lowtri.errors import CallError
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.dropout import kept_scale, kept_tensor, new_seed
 from lowtri.ops.tensors import loop_over_vmapped_grads, transformation
 
-__all__ = ["Tile", "Tiles", "name", "prepare", "supports"]
+__all__ = ["Tile", "Tiles", "name", "no_gradient_of_received", "prepare", "supports"]
 
 name = "formula"
 
@@ -53,10 +55,14 @@ class Tiles(Prepared):
         score_mod: applied to the scaled scores of a tile (B, Hq, n, Nk) and the tile (first query, one past the last, and the same
             of its keys), before the mask; torch differentiates it, with all tensors that it reads. At hidden pairs it is applied to
             0, and its result is not used.
+        seed: of the dropout, which each run else draws.
     """
 
-    def __init__(self, call: Call, score_mod: Callable[[Tensor, Tile], Tensor] | None = None) -> None:
+    def __init__(
+        self, call: Call, score_mod: Callable[[Tensor, Tile], Tensor] | None = None, seed: int | None = None
+    ) -> None:
         self.call, self.score_mod, self._table = call, score_mod, None
+        self.seed = None if seed is None else torch.tensor(seed)
         batch, heads, _, nq, nk, *_ = call.sizes
         size = max(TILE_Q, _SCORES_IN_TILE // max(1, batch * heads * nk) // TILE_Q * TILE_Q)
         starts = range(0, nq, size) if nq else [0]
@@ -87,19 +93,25 @@ class Tiles(Prepared):
             return self._run(inputs)
         with torch.no_grad():
             result = self._run(Inputs(*(None if x is None else _as_tensor(x) for x in inputs)))
-        return Result(*(None if x is None else x.numpy() for x in (result.output, result.weights, result.lse)))
+        return Result(*(None if x is None else x.numpy() for x in result))
 
     def _run(self, inputs: Inputs) -> Result:
         # Tiles are recomputed for their gradients; torch.func does not support that.
         recompute = len(self.tiles) > 1 and torch.is_grad_enabled() and transformation() is None
+        seed = self.seed
+        if self.call.dropout and seed is None:
+            seed = torch.as_tensor(new_seed(self.call.is_numpy))
         parts = []
         # Last tile first: under a causal mask it has the most keys, and the others fit into the memory that it frees.
         for tile in reversed(self.tiles):
-            arguments: Any = (self, tile, *_slices(inputs, self.call.distance_low is None, *tile))
+            arguments: Any = (self, tile, seed, *_slices(inputs, self.call.distance_low is None, *tile))
             parts.append(checkpoint(_attend, *arguments, use_reentrant=False) if recompute else _attend(*arguments))
-        outputs, weights, lses = zip(*parts[::-1], strict=True)
+        outputs, weights, lses, sums = zip(*parts[::-1], strict=True)
         all_weights = torch.cat(weights, 2) if self.call.return_weights else None
-        return Result(torch.cat(outputs, 2), all_weights, torch.cat(lses, 2))
+        received = None
+        if self.call.return_received:
+            received = WithoutGradient.apply(torch.stack(sums).sum(0))
+        return Result(torch.cat(outputs, 2), all_weights, torch.cat(lses, 2), received=received)
 
 
 def _key_range(plan: Plan, start: int, stop: int) -> tuple[int, int]:
@@ -125,13 +137,17 @@ def _slices(inputs: Inputs, by_pairs: bool, q0: int, q1: int, k0: int, k1: int) 
 def _attend(
     prepared: Tiles,
     tile: Tile,
+    seed: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """One tile of queries and the keys that they may see; the query heads of a group are stacked as rows."""
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """One tile of queries and the keys that they may see; the query heads of a group are stacked as rows.
+
+    Returns the output, the weights with all keys, the log-sum-exp, and the weights' sums over the queries for all keys.
+    """
     # Made here, so that a tile that will be recomputed does not hold its table meanwhile.
     call, visible = prepared.call, prepared.visible(tile, q.device)  # (B|1, Hq|1, n, Nk)
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -161,25 +177,61 @@ def _attend(
     s = s.masked_fill(nothing, 0)
     if s.shape[3]:
         lse = torch.logsumexp(s, dim=3).masked_fill(nothing[..., 0], -torch.inf)
-        weights = torch.softmax(s, dim=3)[..., : k.shape[2]].masked_fill(~visible | nothing, 0).to(dtype)
+        exact = torch.softmax(s, dim=3)[..., : k.shape[2]].masked_fill(~visible | nothing, 0)
     else:
-        lse, weights = s.new_full(s.shape[:3], -torch.inf), s.to(dtype)
-    used = torch.nn.functional.dropout(weights, call.dropout) if call.dropout else weights
+        lse, exact = s.new_full(s.shape[:3], -torch.inf), s
+    used = weights = exact.to(dtype)
+    if call.dropout:
+        assert seed is not None, "a run with dropout draws one"
+        q0, q1, k0, k1 = tile
+        of_tile = call.q_positions[:, q0:q1], call.k_positions[:, k0:k1]
+        kept = kept_tensor(seed.to(q.device), call.dropout, (weights.shape[0], weights.shape[1]), *of_tile)
+        used = (weights * kept_scale(call.dropout)) * kept
     if bias is not None or prepared.score_mod is not None:  # a row whose scores are -inf everywhere sees nothing
         hidden = (s[..., : k.shape[2]] == -torch.inf).all(dim=3, keepdim=True) | nothing
         shown = rows((visible & ~hidden).expand(q.shape[0], kv_heads * group, -1, -1))
     output = heads(VisibleSum.apply(rows(used.to(wide)), v.to(wide), shown)).to(dtype)
-    if call.return_weights:
-        _, _, k0, k1 = tile
-        weights = torch.nn.functional.pad(weights, (k0, call.k.shape[2] - k1))
-        return output, weights, lse
-    return output, None, lse
+    _, _, k0, k1 = tile
+    others = k0, call.k.shape[2] - k1
+    all_weights = torch.nn.functional.pad(weights, others) if call.return_weights else None
+    received = torch.nn.functional.pad(exact.sum(2), others) if call.return_received else None
+    return output, all_weights, lse, received
 
 
 def _as_tensor(array: Any) -> Tensor:
     if not array.flags.writeable or min(array.strides, default=0) < 0:
         array = array.copy()  # torch warns about read-only arrays and rejects negative strides
     return torch.from_numpy(array)
+
+
+def no_gradient_of_received() -> CallError:
+    """What a backward through received weights raises."""
+    return CallError(
+        "attention: the result of return_received=True has no gradient, and a gradient of it is asked for.\n"
+        "Fix: .detach() it; or return_weights=True, and the sum of the weights over the queries."
+    )
+
+
+class WithoutGradient(torch.autograd.Function):
+    """A result that is not differentiated: a gradient that reaches it raises, instead of being lost in silence."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise no_gradient_of_received()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Any:
+        raise no_gradient_of_received()
 
 
 class VisibleScores(torch.autograd.Function):

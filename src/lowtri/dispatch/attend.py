@@ -80,8 +80,22 @@ def attention(
     v: Array,
     mask: Mask | str,
     *,
+    return_weights: Literal[False] = False,
+    return_lse: Literal[False] = False,
+    return_received: Literal[True],
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_received: bool = False,
     engine: str = "auto",
     **options: Unpack[Options],
 ) -> Array | tuple[Array, ...]: ...
@@ -100,6 +114,7 @@ def attention(
     k_positions: Tensor | ArrayLike | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_received: bool = False,
     engine: str = "auto",
 ) -> Any:
     """Masked attention: softmax(q k^T * scale) v over the keys that each query may see.
@@ -122,22 +137,26 @@ def attention(
         bias: added to the scaled (and capped) scores, broadcasting against (B, Hq, Nq, Nk); ignored where hidden. Or
             :func:`lowtri.alibi` or :func:`lowtri.distance_bias`, which need memory for the distances only.
         sinks: (Hq,), one logit per head that takes part in the softmax and has no value vector.
-        dropout: the probability with which a weight is dropped.
+        dropout: the probability with which a weight is dropped; the others are divided by 1 - dropout. Which ones depends on a seed
+            that the call draws (from torch's generator, for arrays from NumPy's), the row of the batch, the head and the positions,
+            on nothing else: not on padding, caches, threads, nor, on a CPU, on the engine.
         q_positions, k_positions: (N,) or (B, N), positions in the sequence, in any order; -1 means no token. By default keys have
             the positions 0 .. Nk-1, and queries the last Nq of these.
         return_weights: also return the weights (..., Hq, Nq, Nk), before dropout; exactly 0 where hidden.
         return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included; -inf where it sees no key.
+        return_received: also return what each key received from all queries: the sum of the weights over the queries, (..., Hq, Nk),
+            at least float32, in memory for the keys alone. 0 for keys that are hidden or at position -1; it has no gradient.
         engine: "auto" for the backend that the rules choose, which :func:`lowtri.which_engine` shows; or "cpu", "sdpa", "flex",
             "formula" or "reference", which runs the call or raises.
 
     Returns:
-        the output (..., Hq, Nq, Dv); or a tuple of the output, then weights and log-sum-exp as requested. The output of a query
-        that sees no key is 0.
+        the output (..., Hq, Nq, Dv); or a tuple of the output, then weights, log-sum-exp and received weights as requested. The
+        output of a query that sees no key is 0.
 
     Under ``torch.compile`` and ``torch.export`` a call is one operator of the graph, ``lowtri::attention``. Build the mask outside
     the compiled region, or pass it as text. Inside the region, masks may be built from formulas, from ``documents``, ``keys`` and
-    ``table`` of tensors, and with ``&``, ``|`` and ``-``; so may biases over distances. ``return_weights``, ``dropout`` and
-    ``where`` cause a graph break.
+    ``table`` of tensors, and with ``&``, ``|`` and ``-``; so may biases over distances. ``return_weights``,
+    ``return_received``, ``dropout`` and ``where`` cause a graph break.
 
     Raises:
         CallError: if the arguments do not fit together, or the returned weights would not fit into memory.
@@ -148,12 +167,22 @@ def attention(
     """
     positions = None if q_positions is None and k_positions is None else (q_positions, k_positions)
     ready, _ = find(
-        q, k, v, bias, sinks, positions, mask, scale, softcap, dropout, return_weights, return_lse, engine
+        q, k, v, bias, sinks, positions, mask, scale, softcap, dropout, return_weights, return_lse, engine, return_received
     )  # fmt: skip
     if ready is not None:
         return ready(q, k, v, bias, sinks) if ready.plain is None else ready.plain(q, k, v)
     options = CallOptions(
-        scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, engine
+        scale,
+        softcap,
+        bias,
+        sinks,
+        dropout,
+        q_positions,
+        k_positions,
+        return_weights,
+        return_lse,
+        engine,
+        return_received,
     )
     if not is_traced():
         return run_eagerly(q, k, v, mask, options)
@@ -163,7 +192,7 @@ def attention(
 
 
 def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
-    """The output of :func:`attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
+    """The results of :func:`attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
 
     Equal to a call at these positions, which are checked already. ``options`` have no bias, positions, weights or lse.
     """
@@ -183,6 +212,7 @@ def which_engine(
     *,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_received: bool = False,
     engine: str = "auto",
     **options: Unpack[Options],
 ) -> Choice:
@@ -199,7 +229,8 @@ def which_engine(
     Args: those of :func:`attention`.
     """
     _, q, k, v = cast_for_autocast(q, k, v)
-    checked = CallOptions(return_weights=return_weights, return_lse=return_lse, **options)
+    returned = {"return_weights": return_weights, "return_lse": return_lse, "return_received": return_received}
+    checked = CallOptions(**returned, **options)
     call, inputs = describe(q, k, v, mask, checked)
     ready = prepare(call, engine)
     other = ready.fallback(inputs)

@@ -48,7 +48,8 @@ def find(
     Args:
         positions: None for the default, (q_positions, k_positions) of a user, or the checked positions of a cache, of which k and v
             are the buffers.
-        options: the mask, and scale, softcap, dropout, return_weights, return_lse and engine of :func:`lowtri.attention`.
+        options: the mask, and scale, softcap, dropout, return_weights, return_lse, engine and
+            return_received of :func:`lowtri.attention`.
     """
     try:
         if type(q) is np.ndarray:
@@ -209,9 +210,14 @@ class CachedCall:
     def returned(self, result: Result) -> Any:
         """What the user gets of a result."""
         call, restore = self.call, self.call.restore
-        if not (call.return_weights or call.return_lse):
+        if not (call.return_weights or call.return_lse or call.return_received):
             return restore(result.output)
-        asked = ((True, result.output), (call.return_weights, result.weights), (call.return_lse, result.lse))
+        asked = (
+            (True, result.output),
+            (call.return_weights, result.weights),
+            (call.return_lse, result.lse),
+            (call.return_received, result.received),
+        )
         return tuple(restore(x) for is_asked, x in asked if is_asked)
 
     def __call__(self, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
@@ -261,7 +267,7 @@ def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tu
 def _may_be_kept(call: Call, mask: Any, options: CallOptions) -> bool:
     """Whether calls of an equal signature are equal calls: numbers are plain, and nothing of torch looks at each operation."""
     numbers = options.scale, options.softcap, options.dropout
-    flags = options.return_weights, options.return_lse
+    flags = options.return_weights, options.return_lse, options.return_received
     return (
         call.opaque is None
         and all(type(x) in (float, int, type(None)) for x in numbers)

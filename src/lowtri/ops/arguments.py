@@ -39,8 +39,9 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
             what it got, and the fix.
         MaskError: where ``mask`` is not a mask.
     """
-    scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, _ = options
-    for name, flag in (("return_weights", return_weights), ("return_lse", return_lse)):
+    scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, *_ = options
+    flags = {"return_weights": return_weights, "return_lse": return_lse, "return_received": options.return_received}
+    for name, flag in flags.items():
         if flag is not None and not isinstance(flag, bool | np.bool_ | int):
             raise CallError(f"attention: {name} is {shown(flag)}; expected True or False.")
     mask = as_mask(mask, "attention: mask")
@@ -110,6 +111,7 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         positions_given=given,
         return_weights=return_weights,
         return_lse=return_lse,
+        return_received=options.return_received,
         threads=thread_count(is_numpy),
         opaque=opaque,
         transformation=transformation,
