@@ -59,7 +59,7 @@ def test_other_arrays_give_what_they_would_have_given_alone(made, dtype, sizes, 
 
 def is_found(*arrays: object, mask: object = CAUSAL) -> bool:
     """Whether the call is looked up, and not checked."""
-    return find(*arrays, None, None, None, mask, None, None, 0.0, False, False, "auto")[0] is not None
+    return find(*arrays, None, None, None, mask, None, None, 0.0, False, False, "auto", False)[0] is not None
 
 
 @pytest.mark.parametrize("gradients", [False, True])
