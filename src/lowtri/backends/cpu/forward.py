@@ -47,7 +47,7 @@ class CpuForward(Prepared):
         self.new_output, self.output = layout.new(shape, output, layout.dtype), (shape, output)
         again = call.return_weights or call.return_received  # the scores are computed
         # Of the log-sum-exp, and of what it loses to rounding.
-        self.planes = 2 if call.needs_grad or again else int(call.return_lse)
+        self.planes = 2 if call.needs_grad or again else int(bool(call.return_lse))
         self.new_lse = layout.new((self.planes, *shape[:3])) if self.planes else None
         fields = layout.tile_fields(self.plan) | {"o_strides": strides(output)}
         self.launch = layout.launch("forward", fields | {"tasks": batch * heads * self.plan.rows}, self.plan)
