@@ -289,9 +289,11 @@ def _read_masks(
     if is_causal:
         mask, positions = causal(), top_left_positions(nq, nk)
     elif attn_mask is not None:
-        mask, bias, positions = read_table(attn_mask, nq, nk, q.dtype, True, (_NAME, "attn_mask"))
+        name = _NAME, "attn_mask"
+        mask, bias, positions = read_table(attn_mask, nq, nk, q.dtype, True, name, lowest_hides=padding is None)
     if padding is not None:
-        valid, added, _ = read_table(padding[:, None, None], nq, nk, q.dtype, True, (_NAME, "key_padding_mask"))
+        name, alone = (_NAME, "key_padding_mask"), attn_mask is None and not is_causal
+        valid, added, _ = read_table(padding[:, None, None], nq, nk, q.dtype, True, name, lowest_hides=alone)
         mask = join(mask, valid)
         if added is not None:
             bias = added if bias is None else bias + added
