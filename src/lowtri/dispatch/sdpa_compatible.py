@@ -13,6 +13,7 @@ from lowtri.errors import CallError
 from lowtri.masks.array_masks import Keys, keys, table
 from lowtri.masks.formulas import Full, causal, full
 from lowtri.masks.mask import Mask
+from lowtri.masks.tile import check_flag
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.dense_tables import lowest_number, read_bools, read_numbers
 
@@ -80,6 +81,8 @@ def scaled_dot_product_attention(
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
     """
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        is_causal, enable_gqa = check_flag(_NAME, "is_causal", is_causal), check_flag(_NAME, "enable_gqa", enable_gqa)
     usual = _is_usual(query, key, value, enable_gqa)
     if usual:
         q, k, v = query, key, value
