@@ -22,11 +22,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtri.backends import GradientSource, Prepared
+from lowtri.errors import CallError
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.dropout import kept_scale, kept_tensor, new_seed
 from lowtri.ops.tensors import loop_over_vmapped_grads, transformation
 
-__all__ = ["Tile", "Tiles", "name", "prepare", "supports"]
+__all__ = ["Tile", "Tiles", "name", "no_gradient_of_received", "prepare", "supports"]
 
 name = "formula"
 
@@ -53,10 +55,14 @@ class Tiles(Prepared):
         score_mod: applied to the scaled scores of a tile (B, Hq, n, Nk) and the tile (first query, one past the last, and the same
             of its keys), before the mask; torch differentiates it, with all tensors that it reads. At hidden pairs it is applied to
             0, and its result is not used.
+        seed: of the dropout, which each run else draws.
     """
 
-    def __init__(self, call: Call, score_mod: Callable[[Tensor, Tile], Tensor] | None = None) -> None:
+    def __init__(
+        self, call: Call, score_mod: Callable[[Tensor, Tile], Tensor] | None = None, seed: int | None = None
+    ) -> None:
         self.call, self.score_mod, self._table = call, score_mod, None
+        self.seed = None if seed is None else torch.tensor(seed)
         batch, heads, _, nq, nk, *_ = call.sizes
         size = max(TILE_Q, _SCORES_IN_TILE // max(1, batch * heads * nk) // TILE_Q * TILE_Q)
         starts = range(0, nq, size) if nq else [0]
@@ -87,20 +93,26 @@ class Tiles(Prepared):
             return self._run(inputs)
         with torch.no_grad():
             result = self._run(Inputs(*(None if x is None else _as_tensor(x) for x in inputs)))
-        return Result(*(None if x is None else x.numpy() for x in (result.output, result.weights, result.lse)))
+        return Result(*(None if x is None else x.numpy() for x in result))
 
     def _run(self, inputs: Inputs) -> Result:
         # Tiles are recomputed for their gradients; torch.func does not support that.
         recompute = len(self.tiles) > 1 and torch.is_grad_enabled() and transformation() is None
+        seed = self.seed
+        if self.call.dropout and seed is None:
+            seed = torch.as_tensor(new_seed(self.call.is_numpy))
         parts = []
         # Last tile first: under a causal mask it has the most keys, and the others fit into the memory that it frees.
         for tile in reversed(self.tiles):
-            arguments: Any = (self, tile, *_slices(inputs, self.call.distance_low is None, *tile))
+            arguments: Any = (self, tile, seed, *_slices(inputs, self.call.distance_low is None, *tile))
             parts.append(checkpoint(_attend, *arguments, use_reentrant=False) if recompute else _attend(*arguments))
-        outputs, weights, lses = zip(*parts[::-1], strict=True)
+        outputs, weights, lses, sums = zip(*parts[::-1], strict=True)
         all_weights = _joined(weights) if self.call.return_weights else None
         all_lses = _joined(lses) if self.call.return_lse else None
-        return Result(_joined(outputs), all_weights, all_lses)
+        received = None
+        if self.call.return_received:
+            received = WithoutGradient.apply(torch.stack(sums).sum(0))
+        return Result(_joined(outputs), all_weights, all_lses, received=received)
 
 
 def _joined(parts: Any) -> Tensor:
@@ -132,13 +144,18 @@ def _slices(inputs: Inputs, by_pairs: bool, q0: int, q1: int, k0: int, k1: int) 
 def _attend(
     prepared: Tiles,
     tile: Tile,
+    seed: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One tile of queries and the keys that they may see; the query heads of a group are stacked as rows."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """One tile of queries and the keys that they may see; the query heads of a group are stacked as rows.
+
+    Returns the output, the weights with all keys, the log-sum-exp, and the weights' sums over the queries for all keys; None for
+    what is not returned.
+    """
     call = prepared.call
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     kv_heads, group, n = k.shape[1], call.group, q.shape[2]
@@ -169,18 +186,26 @@ def _attend(
     exact, lse, nothing = _softmax(s, visible, k.shape[2], call.return_lse)
     used = weights = exact.to(dtype)
     if call.dropout:
-        used = torch.nn.functional.dropout(weights, call.dropout)
+        assert seed is not None, "a run with dropout draws one"
+        q0, q1, k0, k1 = tile
+        of_tile = call.q_positions[:, q0:q1], call.k_positions[:, k0:k1]
+        kept = kept_tensor(seed.to(q.device), call.dropout, (weights.shape[0], weights.shape[1]), *of_tile)
+        used = (weights * kept_scale(call.dropout)) * kept
     if bias is not None or prepared.score_mod is not None:  # a row whose scores are -inf everywhere sees nothing
         some = ~((s[..., : k.shape[2]] == -torch.inf).all(dim=3, keepdim=True) | nothing)
         some = some if visible is None else visible & some
         shown = rows(some.expand(q.shape[0], kv_heads * group, -1, k.shape[2]))
     output = heads(_applied(VisibleSum, rows(used.to(wide)), v.to(wide), shown)).to(dtype)
-    if call.return_weights:
-        _, _, k0, k1 = tile
-        if k1 - k0 < call.k.shape[2]:
-            weights = torch.nn.functional.pad(weights, (k0, call.k.shape[2] - k1))
-        return output, weights, lse
-    return output, None, lse
+    _, _, k0, k1 = tile
+    others = k0, call.k.shape[2] - k1
+    all_weights = _with_others(weights, others) if call.return_weights else None
+    received = _with_others(exact.sum(2), others) if call.return_received else None
+    return output, all_weights, lse, received
+
+
+def _with_others(weights: Tensor, others: tuple[int, int]) -> Tensor:
+    """Weights of a tile with the zeros of so many keys before and behind it."""
+    return torch.nn.functional.pad(weights, others) if any(others) else weights
 
 
 def _softmax(s: Tensor, visible: Tensor | None, nk: int, return_lse: bool) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -211,6 +236,36 @@ def _as_tensor(array: Any) -> Tensor:
     return torch.from_numpy(array)
 
 
+def no_gradient_of_received() -> CallError:
+    """What a backward through received weights raises."""
+    return CallError(
+        "attention: the result of return_received=True has no gradient, and a gradient of it is asked for.\n"
+        "Fix: .detach() it; or return_weights=True, and the sum of the weights over the queries."
+    )
+
+
+class WithoutGradient(torch.autograd.Function):
+    """A result that is not differentiated: a gradient that reaches it raises, instead of being lost in silence."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise no_gradient_of_received()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Any:
+        raise no_gradient_of_received()
+
+
 class VisibleScores(torch.autograd.Function):
     """q k^T at visible pairs, 0 at hidden ones.
 
@@ -225,9 +280,8 @@ class VisibleScores(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         q, k, visible = inputs
-        if transformation() is None and not (
-            q.sum().isfinite() or q.isfinite().all()
-        ):  # torch.func has no data-dependent branches
+        is_plain = transformation() is None  # torch.func has no data-dependent branches
+        if is_plain and not (math.isfinite(q.sum().item()) or q.isfinite().all()):
             # An infinite query whose visible scores are all -inf sees nothing: it adds 0 to the gradients of keys, not 0 * inf.
             scores = output if visible is None else output.masked_fill(~visible, -torch.inf)
             some = (scores != -torch.inf).any(dim=3, keepdim=True)

@@ -218,7 +218,7 @@ _ARGUMENTS = (
 def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     """A call of attention under tracing: the operator, or a graph break for what the operator does not support.
 
-    Weights, dropout and masks with a Python function (``where``) run outside of the graph.
+    Weights, what keys received, dropout and masks with a Python function (``where``) run outside of the graph.
     """
     if type(options.bias).__name__ == "CausalBias":
         raise CallError('attention: bias is a CausalBias, which has no data. Fix: the mask "causal".')
@@ -233,7 +233,8 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
         )
     bias, bias_kind = packed_bias(options.bias)
     tensors = all(isinstance(x, Tensor) for x in (q, k, v)) and (bias is None or isinstance(bias, Tensor))
-    if text is None or options.dropout or options.return_weights or not tensors:
+    in_graph = not (options.dropout or options.return_weights or options.return_received)
+    if text is None or not in_graph or not tensors:
         return _eager(q, k, v, mask, options)
     output, lse = _attention(
         q,
@@ -255,7 +256,8 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
 
 
 _eager = outside_graph(
-    run_eagerly, "lowtri.attention with dropout=, return_weights= or a mask of where() runs outside of the graph"
+    run_eagerly,
+    "lowtri.attention with dropout=, return_weights=, return_received= or a mask of where() runs outside of the graph",
 )
 
 
@@ -278,11 +280,13 @@ def _tensor(array: Any) -> Any:
 @torch.library.custom_op("lowtri::attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is inf where neither the caller nor the backward needs it."""
-    ready, inputs = _prepared(q, k, v, *rest)
-    if ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse:  # the gradients need it
-        rest = (*rest[:-2], True, ready.backend)
-        ready, inputs = _prepared(q, k, v, *rest)
     with without_autocast(autocast_device(q)):
+        ready, inputs = _prepared(q, k, v, *rest)
+        if (
+            ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse
+        ):  # the gradients need it
+            rest = (*rest[:-2], True, ready.backend)
+            ready, inputs = _prepared(q, k, v, *rest)
         result = ready.run(inputs)
     restore = ready.call.restore
     if result.lse is None:
@@ -294,6 +298,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Ten
 
 @_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if exports_to_onnx():
+        raise CallError(
+            "attention: torch.onnx.export got a program that was exported before, with lowtri's operator, which ONNX lacks.\n"
+            "Fix: torch.onnx.export(model, args), with the model itself."
+        )
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_wide(q))
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from lowtri.dispatch.attend import attention, is_traced
+from lowtri.dispatch.attend import attention
+from lowtri.dispatch.prepared import is_traced
 from lowtri.errors import CallError
 from lowtri.masks.array_masks import Keys, keys, table
 from lowtri.masks.formulas import Full, causal, full

@@ -34,7 +34,7 @@ from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
 
 
 class Cache(Protocol):
-    """Keys and values of all layers. A cache may also have ``contiguous``, as :class:`lowtri.KVCache` does."""
+    """Keys and values of all layers. A cache may also have ``attend``, as :class:`lowtri.KVCache` does, which saves time."""
 
     mask: Mask
 
@@ -251,13 +251,15 @@ class MultiHeadAttention(nn.Module):
         if rotary is None and self.rope_theta is not None:
             rotary = self.tables(np.arange(x.shape[1]) if q_positions is None else q_positions, x.device)
         q, k = self.normalize_and_rotate(q, k, rotary)
-        if cache is not None:
-            k, v, k_positions = cache.append(k, v, q_positions, layer)
-            if getattr(cache, "contiguous", False):
-                q_positions = k_positions = None  # attention's defaults, which it need not read
-        result: Any = (attend or attention)(
-            q, k, v, mask, q_positions=q_positions, k_positions=k_positions, return_weights=return_weights
-        )
+        through_cache = None if attend is not None or return_weights else getattr(cache, "attend", None)
+        if through_cache is not None:
+            result: Any = through_cache(q, k, v, q_positions, layer)
+        else:
+            if cache is not None:
+                k, v, k_positions = cache.append(k, v, q_positions, layer)
+            result = (attend or attention)(
+                q, k, v, mask, q_positions=q_positions, k_positions=k_positions, return_weights=return_weights
+            )
         output, weights = result if return_weights else (result, None)  # (B, Hq, N, D)
         output = self.o_proj(output.transpose(1, 2).flatten(2))  # (B, N, d_model)
         if not batched:
