@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 from lowtri.backends import BACKENDS, Backend
 from lowtri.errors import EngineError, ExtraError
 from lowtri.extras import is_installed, missing
+from lowtri.masks.tile import shown
 from lowtri.ops.call import Call
 from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, output
 
@@ -116,6 +117,8 @@ def load(name: str) -> Backend:
 
 def choose(call: Call, name: str, *, exclude: str | None = None) -> str:
     """The name of the backend that runs the call. ``name`` is a backend or "auto", which never chooses ``exclude``."""
+    if not isinstance(name, str):
+        raise EngineError(f"attention: engine is {shown(name)}; expected a name: auto, {', '.join(BACKENDS)}.")
     if name == "auto":
         if call.device == "cpu":
             _warn_without_kernels()

@@ -298,6 +298,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Ten
 
 @_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if exports_to_onnx():
+        raise CallError(
+            "attention: torch.onnx.export got a program that was exported before, with lowtri's operator, which ONNX lacks.\n"
+            "Fix: torch.onnx.export(model, args), with the model itself."
+        )
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_wide(q))
 
 

@@ -30,7 +30,7 @@ from lowtri.generation.slots import (
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.label_masks import with_open_end
-from lowtri.masks.tile import MAX_POSITIONS, shown
+from lowtri.masks.tile import MAX_POSITIONS, check_flag, shown
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
@@ -92,7 +92,7 @@ class KVCache:
         interval = _token_count("block", block, 1, MAX_POSITIONS)
         kept_longer = _token_count("rewind", rewind, 0, POSITION_MAX)
         self.mask = with_open_end("KVCache", as_mask(mask))
-        lookahead = None if allow_missing else LookaheadCheck(self.mask)
+        lookahead = None if check_flag("KVCache", "allow_missing", allow_missing) else LookaheadCheck(self.mask)
         self._slots = SlotAllocator(self.mask, slots, interval, kept_longer, lookahead)
         self._layers: dict[int, Layer] = {}
 

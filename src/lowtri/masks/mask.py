@@ -152,6 +152,13 @@ class Mask:
         """
         return None
 
+    def _packed(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+        """All pairs of the queries ``q`` (Nq,) and keys ``k`` (Nk,) as bits, where that takes less time than to ask tile by tile.
+
+        (rows, Nk): a word for each key and 64 queries, bit i is the row's query i, and 0 past the last query.
+        """
+        return None
+
     def _at(self, b: int, h: int) -> Mask:
         """The mask of a batch row and head, for a mask with a batch: that of its fields there."""
         index = (b, h)[: len(self.batch)]

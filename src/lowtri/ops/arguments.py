@@ -20,7 +20,7 @@ from lowtri.masks.arrays import is_fake, is_tensor, positions_in_numpy, why_not_
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.masks.mask import Mask, default_positions
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import shown
+from lowtri.masks.tile import check_flag, shown
 from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs, positions_of
 from lowtri.ops.distance_bias import DistanceBias, distances_of
 from lowtri.system import fast_cpus
@@ -42,8 +42,8 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
     scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, *_ = options
     flags = {"return_weights": return_weights, "return_lse": return_lse, "return_received": options.return_received}
     for name, flag in flags.items():
-        if flag is not None and not isinstance(flag, bool | np.bool_ | int):
-            raise CallError(f"attention: {name} is {shown(flag)}; expected True or False.")
+        if type(flag) is not bool:
+            check_flag("attention", name, flag)
     mask = as_mask(mask, "attention: mask")
     q, k, v = (plain_array(*named) for named in (("q", q), ("k", k), ("v", v)))
     lead = _check_qkv(q, k, v)
@@ -109,9 +109,9 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         q_positions=queries,
         k_positions=keys,
         positions_given=given,
-        return_weights=return_weights,
-        return_lse=return_lse,
-        return_received=options.return_received,
+        return_weights=bool(return_weights),
+        return_lse=bool(return_lse),
+        return_received=bool(options.return_received),
         threads=thread_count(is_numpy),
         opaque=opaque,
         transformation=transformation,
