@@ -155,8 +155,9 @@ def attention(
 
     Under ``torch.compile`` and ``torch.export`` a call is one operator of the graph, ``lowtri::attention``. Build the mask outside
     the compiled region, or pass it as text. Inside the region, masks may be built from formulas, from ``documents``, ``keys`` and
-    ``table`` of tensors, and with ``&``, ``|`` and ``-``; so may biases over distances. ``return_weights``,
-    ``return_received``, ``dropout`` and ``where`` cause a graph break.
+    ``table`` of tensors, and with ``&``, ``|`` and ``-``; so may biases over distances. The numbers of a mask (lengths, edges, ids,
+    windows) are inputs of the graph, so that one program serves other documents, too; those of a text are compiled.
+    ``return_weights``, ``return_received``, ``dropout`` and ``where`` cause a graph break.
 
     Raises:
         CallError: if the arguments do not fit together, or the returned weights would not fit into memory.

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, integer_array
+from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, integer_array, is_compiling, is_traced
 from lowtri.masks.formulas import First
-from lowtri.masks.mask import Mask, constructor
+from lowtri.masks.mask import Mask, OfTracedLengths, array_text, constructor
 from lowtri.masks.tile import POSITION_MAX, Interval, Positions, Truth, within
 
 
@@ -51,11 +51,13 @@ class KeyLengths(Mask):
     """In batch row b only the first ``lengths[b]`` keys."""
 
     lengths: tuple[int, ...]
+    _array: ClassVar[NDArray[np.int64]]
 
     depends_on_query = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_batch", (len(self.lengths),))
+        object.__setattr__(self, "_array", np.array(self.lengths, np.int64))  # which compiled programs read
 
     def _at(self, b: int, h: int) -> Mask:
         return First(self.lengths[b])
@@ -64,7 +66,8 @@ class KeyLengths(Mask):
         return max(self.lengths) + max(self.lengths) // 2
 
     def _text(self, arrays: list[Any] | None = None) -> str:
-        return f"keys(lengths={list(self.lengths)})"
+        lengths: Any = list(self.lengths) if arrays is None or not is_compiling() else array_text(self._array, arrays)
+        return f"keys(lengths={lengths})"
 
 
 @constructor()
@@ -90,6 +93,8 @@ def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
     """
     if (valid is None) == (lengths is None):
         raise MaskError("keys: give valid (True = real) or lengths=, one of them.")
+    if is_traced(lengths):
+        return OfTracedLengths(FrozenArray(integer_array("keys", "lengths", lengths, VECTOR)), "keys", "lengths")
     if lengths is not None:
         sizes = integer_array("keys", "lengths", lengths, VECTOR).tolist()
         if min(sizes) < 0 or max(sizes) > POSITION_MAX:
