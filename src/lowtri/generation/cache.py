@@ -19,11 +19,19 @@ from numpy.typing import NDArray
 from lowtri.dispatch.attend import attention_over_cache
 from lowtri.drawing import Drawing
 from lowtri.errors import CallError
-from lowtri.generation.slots import LookaheadCheck, SlotAllocator, Slots, ends_of, row_masks, rows_of
+from lowtri.generation.slots import (
+    LookaheadCheck,
+    SlotAllocator,
+    Slots,
+    ends_of,
+    positions_to_drop,
+    row_masks,
+    rows_of,
+)
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.label_masks import with_open_end
-from lowtri.masks.tile import MAX_POSITIONS, shown
+from lowtri.masks.tile import MAX_POSITIONS, check_flag, shown
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
 
@@ -86,7 +94,7 @@ class KVCache:
         interval = _token_count("block", block, 1, MAX_POSITIONS)
         kept_longer = _token_count("rewind", rewind, 0, POSITION_MAX)
         self.mask = with_open_end("KVCache", as_mask(mask))
-        lookahead = None if allow_missing else LookaheadCheck(self.mask)
+        lookahead = None if check_flag("KVCache", "allow_missing", allow_missing) else LookaheadCheck(self.mask)
         self._slots = SlotAllocator(self.mask, slots, interval, kept_longer, lookahead)
         self._layers: dict[int, Layer] = {}
 
@@ -115,11 +123,6 @@ class KVCache:
         """The position of the next token; the greatest one if the rows of the batch differ."""
         return int(self._slots.next.max())
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether the last append returned keys at 0 .. S-1 in order, the new ones last: attention's default positions."""
-        return self._slots.read.k is None
-
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
         """Positions of a layer's next ``n`` tokens, (n,), or (B, n) where the rows of the batch differ."""
         if not isinstance(n, int | np.integer) or not 0 <= n <= POSITION_MAX:
@@ -146,10 +149,14 @@ class KVCache:
             CallError: if shapes, dtypes, positions or the order of layers do not fit, or the mask shows a query a key that is not
                 yet appended; the cache is then unchanged.
         """
-        buffers, n = self._store(k, v, positions, layer), self._slots.read.nk
-        used = self._slots.positions[:, :n]
+        buffers = self._store(k, v, positions, layer)
+        return (*buffers.front(self._slots.read.nk), self._read_positions())
+
+    def _read_positions(self) -> NDArray[np.int64]:
+        """The positions of the slots that the newest queries read, (S,) or (B, S)."""
+        used = self._slots.positions[:, : self._slots.read.nk]
         used.flags.writeable = False  # a view of the allocator's own array
-        return (*buffers.front(n), used[0] if len(used) == 1 else used)
+        return used[0] if len(used) == 1 else used
 
     def _store(self, k: Any, v: Any, positions: Any, layer: int) -> Layer:
         """Write new tokens into the buffers of their layer."""
@@ -194,6 +201,7 @@ class KVCache:
         softcap: float | None = None,
         sinks: Any = None,
         engine: str = "auto",
+        return_received: bool = False,
     ) -> Any:
         """Append new tokens, then compute the attention of their queries under the cache's mask.
 
@@ -208,9 +216,12 @@ class KVCache:
             q: (..., Hq, N, D), the queries of the new tokens; Hq is a multiple of the key/value heads.
             k, v, positions, layer: as in :meth:`append`.
             scale, softcap, sinks, engine: as in :func:`lowtri.attention`.
+            return_received: also return what each key received from the new queries, and the keys' positions: what :meth:`drop`
+                is decided by.
 
         Returns:
-            the output, (..., Hq, N, Dv).
+            the output, (..., Hq, N, Dv); with ``return_received`` a tuple of the output, the received weights (..., Hq, S), at least
+            float32, and the positions (S,) or (B, S), as :meth:`append` returns them.
 
         Raises:
             CallError: as in :meth:`append` and :func:`lowtri.attention`. After an error of the attention itself (``sinks`` of another
@@ -225,8 +236,9 @@ class KVCache:
                 "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
             )
         buffers = self._store(k, v, positions, layer)
-        options = CallOptions(scale, softcap, sinks=sinks, engine=engine)
-        return attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, self._slots.read)
+        options = CallOptions(scale, softcap, sinks=sinks, engine=engine, return_received=return_received)
+        result = attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, self._slots.read)
+        return (*result, self._read_positions()) if return_received else result
 
     def reorder(self, index: Any) -> None:
         """Let row ``i`` continue from row ``index[i]``, as in beam search; the batch may grow or shrink.
@@ -255,6 +267,35 @@ class KVCache:
         ends = ends_of(n, self._batch)
         self._check_complete("crop")
         self._slots.crop(np.broadcast_to(ends, self._slots.next.shape) if len(ends) == 1 else ends)
+
+    def drop(self, positions: Any) -> None:
+        """Evict the tokens at these positions, in every layer: no later query sees them, whatever the mask.
+
+        Here the two keys that received most from the queries so far are kept, next to the four newest:
+
+        >>> rng = np.random.default_rng(1)
+        >>> cache, total = KVCache("causal", block=1), np.zeros(20)
+        >>> for t in range(20):
+        ...     q, k, v = 3 * rng.standard_normal((3, 1, 1, 8))
+        ...     _, received, held = cache.attend(q, k, v, return_received=True)
+        ...     total[held[held >= 0]] += received[0, held >= 0]
+        ...     old = held[(held >= 0) & (held <= t - 4)]
+        ...     if len(old) > 2:
+        ...         cache.drop([old[total[old].argmin()]])
+        >>> cache.held, cache.evicted
+        (6, 14)
+
+        Args:
+            positions: (n,), or (B, n) for each row of the batch; -1 where a row has fewer.
+
+        Raises:
+            CallError: if a position is not held. The cache is then unchanged.
+
+        Source: eviction by the weights received, as in Heavy-Hitter Oracle (Zhang et al. 2023).
+        """
+        chosen = positions_to_drop(positions, self._batch)
+        self._check_complete("drop")
+        self._slots.drop(chosen)
 
     def shift(self, keep: int, turn: Callable[[Any, NDArray[np.int64], int], Any] | None = None) -> None:
         """Evict, then close the gap: lower the positions of all tokens after the first ``keep`` positions.

@@ -10,8 +10,8 @@ formulas      causal, full, window, band, first, strided
 array_masks   keys, table, hidden
 label_masks   what compares labels: chunks, documents
 custom_masks  where (a function of the user's), heads (a mask for each query head)
-plan          what kernels read: runs of tiles, and the bits of the partial ones; the number of visible pairs;
-              the ranges of keys that each query sees
+plan          what kernels read: runs of tiles, and the bits of the partial ones; the number of visible pairs
+ranges        the ranges of keys that each query sees
 """
 
 from lowtri.masks.array_masks import hidden, keys, table

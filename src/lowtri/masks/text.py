@@ -160,6 +160,8 @@ def _float_error(given: str, value: Any) -> str:
 def to_text(mask: Mask) -> tuple[str | None, list[Any]]:
     """The text of a mask, and the arrays of its placeholders; the text is None if the mask holds a user's function.
 
+    While torch.compile traces, numbers have placeholders, too, since one program then serves masks of other numbers.
+
     >>> from lowtri import causal, documents
     >>> to_text(causal() & documents([0, 0, 1]))
     ('causal & documents(_0)', [array([0, 0, 1])])
@@ -183,28 +185,36 @@ def from_text(text: str, arrays: Sequence[Any]) -> Mask:
     for known_text, known, known_mask in _recent:
         if known_text == text and len(known) == len(arrays):
             pairs = zip(known, arrays, strict=True)
-            if all(a.array.dtype == b.dtype and np.array_equal(a.array, b) for a, b in pairs):
+            if all(_is_equal(a, b) for a, b in pairs):
                 return known_mask
-    frozen = tuple(FrozenArray(array) for array in arrays)
+    frozen = tuple(x if isinstance(x, int) else FrozenArray(x) for x in arrays)
     result = _from_text(text, frozen)
     _recent = ((text, frozen, result), *_recent[:1])
     return result
 
 
 # The layers of a model alternate between one or two masks, and comparing an array costs a tenth of hashing it.
-_recent: tuple[tuple[str, tuple[FrozenArray, ...], Mask], ...] = ()
+_recent: tuple[tuple[str, tuple[FrozenArray | int, ...], Mask], ...] = ()
+
+
+def _is_equal(known: FrozenArray | int, given: Any) -> bool:
+    if isinstance(known, int) or isinstance(given, int):
+        return known is given or known == given
+    return bool(known.array.dtype == given.dtype and np.array_equal(known.array, given))
 
 
 @lru_cache(32)
-def _from_text(text: str, frozen: tuple[FrozenArray, ...]) -> Mask:
-    return _read(text, [array.array for array in frozen]) if frozen else mask(text)
+def _from_text(text: str, frozen: tuple[FrozenArray | int, ...]) -> Mask:
+    if not frozen:
+        return mask(text)
+    return _read(text, [x if isinstance(x, int) else x.array for x in frozen])
 
 
 # The parser.
 
 
 def _read(text: str, arrays: Sequence[Any] = ()) -> Mask:
-    """The mask of a text, in which ``_0, _1, ...`` stand for arrays, as in ``causal & documents(_0)``."""
+    """The mask of a text, in which ``_0, _1, ...`` stand for arrays and numbers, as in ``causal & documents(_0)``."""
     reader = _Reader(text, arrays)
     value = reader.value(0)
     if not isinstance(value, Mask):

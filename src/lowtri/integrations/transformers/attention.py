@@ -7,7 +7,6 @@ the operator does not support run after a graph break under torch.compile, and r
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +23,6 @@ from lowtri.integrations.transformers.packing import TOLD, documents_in_graph, d
 from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
-
-_log = logging.getLogger("lowtri.integrations.transformers")
-_warned: set[str] = set()
 
 # Arguments of some models that lowtri's attention does not support; None is accepted.
 _UNSUPPORTED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
@@ -188,10 +184,6 @@ def _attend_with(
         positions = top_left_positions(nq, nk, query.device)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    if options.dropout:
-        _warn_once(
-            "dropout: the kernels do not drop weights, so training with dropout runs on torch's attention or the formula."
-        )
     result: Any = attention(
         query,
         key,
@@ -297,9 +289,3 @@ def _reject_unsupported(cache: Any, others: dict[str, Any]) -> None:
                 f"transformers: the model passes {name}, and lowtri would have to leave it out.\n"
                 'Fix: attn_implementation="eager" for this model.'
             )
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        _log.warning(message)
