@@ -109,6 +109,31 @@ GRIDS = [
         """,
     ),
     (
+        documents(lengths=[3, 5], inner="causal & (window(2) | first(1))"),  # each document has a sink of its own
+        """
+        █·······
+        ██······
+        ███·····
+        ···█····
+        ···██···
+        ···███··
+        ···█·██·
+        ···█··██
+        """,
+    ),
+    (
+        documents([7, 7, 7, 1, 1, 1, 1], inner=chunks(2)),  # chunks that begin anew
+        """
+        ██·····
+        ██·····
+        ··█····
+        ···██··
+        ···██··
+        ·····██
+        ·····██
+        """,
+    ),
+    (
         documents([0, 1, 0, 1]),  # ids need not be sorted
         """
         █·█·
@@ -131,6 +156,30 @@ def test_printing_a_mask_draws_it() -> None:
     lines = str(causal() & window(2)).splitlines()
     assert lines[0] == "causal & window(2)"
     assert lines[1:4] == ["█···········", "██··········", "·██·········"]
+
+
+def test_a_mask_within_documents_is_quoted_as_python_takes_it() -> None:
+    deep = documents(lengths=[4, 4], inner=documents(lengths=[2, 1], open_end=True, inner="causal & first(1)"))
+    text = 'documents(lengths=[4, 4], inner="documents(lengths=[2, 1], open_end=True, inner=causal & first(1))")'
+    assert repr(deep) == text
+    assert mask(text) == deep == eval(text, {"documents": documents})
+    assert mask(text.replace('"', "'")) == mask(text.replace('"', "")) == deep
+
+
+def test_a_finished_document_is_never_seen_again_and_a_sink_of_the_last_one_always() -> None:
+    m = documents(lengths=[3, 5], open_end=True, inner="causal & (window(2) | first(1))")
+    answers = [m.tile(6, POSITION_MAX, k, k + 1) for k in range(6)]
+    assert answers == [EMPTY, EMPTY, EMPTY, FULL, EMPTY, PARTIAL]
+
+
+def test_a_table_within_documents_is_indexed_from_their_start() -> None:
+    pairs = np.array([[1, 0, 0], [0, 1, 0], [1, 1, 1]], bool)
+    m = documents(lengths=[2, 3], inner=table(pairs))
+    expected = np.zeros((5, 5), bool)
+    expected[:2, :2], expected[2:, 2:] = pairs[:2, :2], pairs
+    np.testing.assert_array_equal(m.dense(5), expected)
+    with pytest.raises(MaskError, match=r"has rows for the queries 0 \.\. 2"):
+        documents(lengths=[2, 4], inner=table(pairs)).dense(6)
 
 
 def test_queries_have_the_last_positions() -> None:
@@ -462,6 +511,26 @@ ERRORS = [
     ),
     (lambda: documents(cu_seqlens=[2, 4]), "documents: cu_seqlens is [2, 4]; it begins with 0 and ends with the total"),
     (lambda: documents(cu_seqlens=[0, 3, 2]), "documents: lengths are [3, -1]; at least one is required"),
+    (
+        lambda: documents([0, 1, 1, 0, 0], inner="causal"),
+        "documents: id 0 comes again at position 3, but inner counts from the start of each document.\nFix: another id",
+    ),
+    (
+        lambda: documents([[0, 1], [2, 2]], inner=causal()) & documents([[3, 4, 3]] * 2, inner=causal()),
+        "documents: id 3 comes again at position 2 of row 0",
+    ),
+    (
+        lambda: documents([0, 1], [0, 1], inner="causal"),
+        "but key_ids give keys and queries other starts.\nFix: ids alone; or positions that align them",
+    ),
+    (
+        lambda: documents(lengths=[4, 4], inner="documents(lengths=[2, 2])"),
+        "documents: the documents in inner, documents(lengths=[2, 2]), end after 4 tokens, wherever the outer ones do.\nFix",
+    ),
+    (lambda: documents(lengths=[4], inner=3), "documents: inner: got 3; expected a mask or its text"),
+    (lambda: mask("documents(lengths=[4], inner='causl')"), "there is no mask 'causl'. Did you mean causal?"),
+    (lambda: mask("documents(lengths=[4], inner='3')"), "mask: '3' is not a mask"),
+    (lambda: mask("documents('causal')"), "'causal' is not a whole number or a mask, because it is in quotes"),
     (lambda: keys(), "keys: give valid (True = real) or lengths=, one of them"),
     (
         lambda: keys([1, 0]),

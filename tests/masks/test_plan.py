@@ -28,6 +28,7 @@ from lowtri.masks import (
     where,
     window,
 )
+from lowtri.masks import plan as plans
 from lowtri.masks.plan import TILE_Q, Plan, plan
 from lowtri.masks.tile import Truth
 
@@ -283,6 +284,22 @@ def test_sweep_a_million_tokens_are_planned_in_seconds(m: Mask) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 500e6
+
+
+def test_a_mask_within_documents_evaluates_no_more_pairs_than_one_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal tiles of all documents are one pattern; its parts are joined as those of any other mask."""
+    evaluated = []
+    evaluate = plans._evaluated
+    monkeypatch.setattr(plans, "_evaluated", lambda m, q, k: evaluated.append(q.size * k.shape[1]) or evaluate(m, q, k))
+    lengths, inside = [512, 1024] * 8, "causal & (window(256) | first(4))"
+    positions = np.arange(sum(lengths))
+    over = plan(mask(inside) & documents(lengths=lengths), positions, positions)
+    of_one = sum(evaluated)
+    evaluated.clear()
+    for m in (documents(lengths=lengths, inner=inside), documents(np.repeat(range(16), lengths), inner=inside)):
+        within = plan(m, positions, positions)
+        assert sum(evaluated) <= of_one and len(within.bits) <= len(over.bits)
+        evaluated.clear()
 
 
 def test_tiles_are_64_queries() -> None:

@@ -117,8 +117,30 @@ def even_keys(q, k):
 
 user_formula = st.just(Case(lt.where(even_keys), lambda q, k, *_: k % 2 == 0 or q == k, exact=False, text=False))
 
-exact_cases = st.one_of(formulas(), array_masks()).filter(lambda case: case.exact)
-single_masks = st.one_of(formulas(), array_masks(), user_formula)
+
+@st.composite
+def within_documents(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
+    """A mask within each document, by lengths or by ids of which none comes again."""
+    one, sizes = draw(inner), draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    ids = [number for number, size in enumerate(sizes) for _ in range(size)]
+    by_lengths = draw(st.booleans())
+    given = {"lengths": sizes, "open_end": True} if by_lengths else {"ids": [5 - i for i in ids]}
+
+    def sees(q: int, k: int, b: int, h: int) -> bool:
+        of_q, of_k = entry(ids, b, q), entry(ids, b, k)
+        start = ids.index(of_q)
+        return of_q == of_k and one.sees(q - start, k - start, b, h)
+
+    return Case(lt.documents(**given, inner=one.mask), sees, one.exact, one.text and by_lengths)
+
+
+basic_masks = st.one_of(formulas(), array_masks(), user_formula)
+single_masks = st.one_of(
+    basic_masks, within_documents(st.deferred(lambda: st.one_of(basic_masks, joined(basic_masks))))
+)
+exact_cases = st.one_of(formulas(), array_masks(), within_documents(st.one_of(formulas(), array_masks()))).filter(
+    lambda case: case.exact
+)
 
 
 @st.composite
@@ -149,5 +171,5 @@ flat = st.recursive(single_masks, joined, max_leaves=5)
 cases = st.recursive(st.one_of(flat, flat, by_head(flat)), joined, max_leaves=2)
 """Any mask: with and without arrays, operators, batch rows, heads."""
 
-text_cases = st.recursive(st.one_of(formulas(), array_masks()).filter(lambda case: case.text), joined, max_leaves=5)
+text_cases = st.recursive(single_masks.filter(lambda case: case.text), joined, max_leaves=5)
 """Masks that can be written as a text."""

@@ -152,6 +152,11 @@ class Mask:
         """
         return None
 
+    @property
+    def for_plan(self) -> Mask:
+        """A mask with the same pairs, whose parts a plan joins more cheaply than it evaluates this one."""
+        return self
+
     def _at(self, b: int, h: int) -> Mask:
         """The mask of a batch row and head, for a mask with a batch: that of its fields there."""
         index = (b, h)[: len(self.batch)]
@@ -434,6 +439,12 @@ def field_text(value: Any, arrays: list[Any] | None) -> str | None:
         return None if None in texts else "[" + ", ".join([text for text in texts if text]) + "]"
     # index: while a program is traced a number may be symbolic; the text needs its value.
     return repr(value) if isinstance(value, bool) else f"{operator.index(value)}"
+
+
+def quoted(inner: Mask, arrays: list[Any] | None) -> str | None:
+    """A mask as an argument of another mask's text, in quotes, as Python takes it; quotes inside of quotes are left out."""
+    text = field_text(inner, arrays)
+    return None if text is None else '"' + text.replace('"', "") + '"'
 
 
 @dataclass(frozen=True, repr=False)
