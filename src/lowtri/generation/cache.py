@@ -64,6 +64,7 @@ class KVCache:
         capacity: initial number of slots; it grows as needed.
         block: the number of tokens between two evictions, at least an eighth of the tokens held; the capacity is a multiple of it.
         rewind: how many tokens before the last append :meth:`crop` can always remove; keys are kept that much longer.
+        fixed: keep the number of slots at ``capacity``; an append that does not fit raises.
         allow_missing: allow queries to be appended before keys that the mask shows them, as in decoding step by step under a mask
             that shows later keys; such queries see the keys that exist. Otherwise such an append raises: ``causal() | first(16)``
             needs the first 16 tokens in one append, ``full()`` the whole sequence.
@@ -78,6 +79,7 @@ class KVCache:
         capacity: int = 0,
         block: int = 64,
         rewind: int = 0,
+        fixed: bool = False,
         allow_missing: bool = False,
     ) -> None:
         slots = _token_count("capacity", capacity, 0, MAX_POSITIONS)
@@ -85,7 +87,7 @@ class KVCache:
         kept_longer = _token_count("rewind", rewind, 0, POSITION_MAX)
         self.mask = with_open_end("KVCache", as_mask(mask))
         lookahead = None if allow_missing else LookaheadCheck(self.mask)
-        self._slots = SlotAllocator(self.mask, slots, interval, kept_longer, lookahead)
+        self._slots = SlotAllocator(self.mask, slots, interval, kept_longer, lookahead, fixed)
         self._layers: dict[int, Layer] = {}
 
     @property
@@ -112,6 +114,20 @@ class KVCache:
     def length(self) -> int:
         """The position of the next token; the greatest one if the rows of the batch differ."""
         return int(self._slots.next.max())
+
+    @property
+    def rows(self) -> int:
+        """The batch size; 1 before the first append, and where keys have no batch."""
+        return max((batch_of(layer.keys) for layer in self._layers.values()), default=1)
+
+    @property
+    def rewind(self) -> int:
+        """How many tokens before the last append :meth:`crop` can always remove; a new number counts from the next append on."""
+        return self._slots.rewind
+
+    @rewind.setter
+    def rewind(self, tokens: int) -> None:
+        self._slots.rewind = _token_count("rewind", tokens, 0, POSITION_MAX)
 
     @property
     def contiguous(self) -> bool:
@@ -222,8 +238,12 @@ class KVCache:
                 f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
                 "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
             )
-        buffers = self._store(k, v, positions, layer)
-        options = CallOptions(scale, softcap, sinks=sinks, engine=engine)
+        self._store(k, v, positions, layer)
+        return self.attend_appended(q, layer, CallOptions(scale, softcap, sinks=sinks, engine=engine))
+
+    def attend_appended(self, q: Any, layer: int, options: CallOptions) -> Any:
+        """The attention of the queries of the newest tokens, which this layer has appended; see :meth:`attend`."""
+        buffers = self._layers[layer]
         return attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, self._slots.read)
 
     def reorder(self, index: Any) -> None:
@@ -232,7 +252,7 @@ class KVCache:
         Raises:
             CallError: if a row does not exist, or would change its mask.
         """
-        rows = rows_of(index, self._batch, self.mask)
+        rows = rows_of(index, self.rows, self.mask)
         self._check_complete("reorder")
         for buffers in self._layers.values():
             if buffers.keys.ndim == 4:
@@ -250,7 +270,7 @@ class KVCache:
         Raises:
             CallError: if ``n`` is negative, or if keys that those queries can see have been evicted.
         """
-        ends = ends_of(n, self._batch)
+        ends = ends_of(n, self.rows)
         self._check_complete("crop")
         self._slots.crop(np.broadcast_to(ends, self._slots.next.shape) if len(ends) == 1 else ends)
 
@@ -289,14 +309,15 @@ class KVCache:
             keys, _ = buffers.front(self._slots.top)
             keys[...] = turn(keys, moved[0] if len(moved) == 1 else moved, layer)
 
+    def to(self, device: Any) -> None:
+        """Move all keys and values, which are tensors, to a device."""
+        for buffers in self._layers.values():
+            buffers.keys, buffers.values, buffers.signature = buffers.keys.to(device), buffers.values.to(device), None
+
     def _late(self) -> int | None:
         """The first layer that has not seen the newest tokens; None if all have."""
         appends = self._slots.appends
         return min([number for number, x in self._layers.items() if x.appends < appends], default=None)
-
-    @property
-    def _batch(self) -> int:
-        return max((batch_of(layer.keys) for layer in self._layers.values()), default=1)
 
     def _check_complete(self, method: str) -> None:
         if self._late() is not None:

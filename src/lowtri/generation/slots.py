@@ -39,8 +39,17 @@ class SlotAllocator:
     have the same positions, then B.
     """
 
-    def __init__(self, mask: Mask, capacity: int, block: int, rewind: int, lookahead: LookaheadCheck | None) -> None:
+    def __init__(
+        self,
+        mask: Mask,
+        capacity: int,
+        block: int,
+        rewind: int,
+        lookahead: LookaheadCheck | None,
+        fixed: bool = False,
+    ) -> None:
         self.mask, self.floor, self.block, self.rewind = mask, capacity, block, rewind
+        self.fixed = fixed  # whether the capacity stays
         self.positions = np.full((1, capacity), -1, np.int64)
         self.next = np.zeros(1, np.int64)  # (R,) the position of the next token
         self.top = 0  # all used slots are below
@@ -184,6 +193,11 @@ class SlotAllocator:
         used = self.used
         live = used[~self._invisible(self.positions[:, used], first).all(0)]
         evicted = len(used) - len(live)
+        if self.fixed and len(live) + n > self.capacity:
+            raise CallError(
+                f"append: {n} new tokens and {len(live)} that later queries still see do not fit the {self.capacity} slots of a fixed "
+                f"capacity.\nFix: capacity={len(live) + n} or more, fewer tokens in an append, or a mask that hides old keys."
+            )
         if evicted:
             self.evicted += evicted
             self._complete_from = first.copy()
@@ -191,7 +205,9 @@ class SlotAllocator:
         self._since_sweep, self._interval = 0, max(self.block, needed // 8)
         self._most_live = max(self._most_live, len(live))
         enough = max(self._round(max(self._most_live, needed) + self._interval), self.floor)
-        if self.top + n > capacity and capacity - needed < self._interval // 2:
+        if self.fixed:
+            pass
+        elif self.top + n > capacity and capacity - needed < self._interval // 2:
             if evicted or not len(used):
                 capacity = enough
             else:  # a quarter more where tokens will be evicted at some time, so that little of it stays unused

@@ -98,7 +98,7 @@ def make_mask(
         packing = (
             None if forward.crosses and _is_known(mask_function, "bidirectional_mask_function") else forward.packing
         )
-        if pattern is not None and context is None:
+        if pattern is not None and context is None and forward.cache is None:
             pattern = _from_first_tokens(pattern, attention_mask) if packing is None else packing.within_each(pattern)
             pattern = check_cache(pattern, q0, q_length, k0, kv_length, forward.cache_argument)
             if forward.in_generate_without_cache:
@@ -113,11 +113,14 @@ def make_mask(
         mask = join(mask, packing.mask)
     if context is not None:
         mask = mask_of_plan(mask, context.plan)
-    elif attention_mask is not None:
+    elif attention_mask is not None and (
+        forward is None or forward.cache is None
+    ):  # which has positions without padding
         mask = join(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
     remake = partial(make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask)
     remake = partial(remake, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
-    lazy = LazyMask(mask, q0, q_length, k0, kv_length, remake, context, packed=forward is not None)
+    cache = None if forward is None else forward.cache
+    lazy = LazyMask(mask, q0, q_length, k0, kv_length, remake, context, packed=forward is not None, cache=cache)
     return LazyMaskTensor(lazy, (batch_size, (*mask.batch, 1, 1)[1], q_length, kv_length), device)
 
 
@@ -356,6 +359,11 @@ class ShiftedMask(Mask):
 
     def __repr__(self) -> str:
         return f"shifted({self.inner!r}, {list(self.by)})"
+
+
+def without_shift(mask: Mask) -> Mask:
+    """A mask at positions that count from the first token of each row already."""
+    return mask.inner if isinstance(mask, ShiftedMask) else mask
 
 
 def _is_within(mask: Mask, documents: Mask) -> bool:
