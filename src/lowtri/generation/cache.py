@@ -160,13 +160,13 @@ class KVCache:
             CallError: if shapes, dtypes, positions or the order of layers do not fit, or the mask shows a query a key that is not
                 yet appended; the cache is then unchanged.
         """
-        buffers, n = self._store(k, v, positions, layer), self._slots.read.nk
+        buffers, n = self.store(k, v, positions, layer), self._slots.read.nk
         used = self._slots.positions[:, :n]
         used.flags.writeable = False  # a view of the allocator's own array
         return (*buffers.front(n), used[0] if len(used) == 1 else used)
 
-    def _store(self, k: Any, v: Any, positions: Any, layer: int) -> Layer:
-        """Write new tokens into the buffers of their layer."""
+    def store(self, k: Any, v: Any, positions: Any, layer: int) -> Layer:
+        """Write new tokens into the buffers of their layer, free slots included: :meth:`append` without its views."""
         k, v = _plain("k", k), _plain("v", v)
         buffers, slots = self._layers.get(layer), self._slots
         if buffers is not None:
@@ -238,7 +238,7 @@ class KVCache:
                 f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
                 "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
             )
-        self._store(k, v, positions, layer)
+        self.store(k, v, positions, layer)
         return self.attend_appended(q, layer, CallOptions(scale, softcap, sinks=sinks, engine=engine))
 
     def attend_appended(self, q: Any, layer: int, options: CallOptions) -> Any:
@@ -506,8 +506,10 @@ def _enlarged(tokens: Any, capacity: int) -> Any:
 
 
 def _write(buffer: Any, start: int, new: Any) -> None:
-    new = new.detach() if getattr(new, "requires_grad", False) else new
-    buffer[..., start : start + new.shape[-2], :] = new
+    if isinstance(buffer, np.ndarray):
+        buffer[..., start : start + new.shape[-2], :] = new
+    else:  # half the time of an assignment
+        buffer.narrow(-2, start, new.shape[-2]).copy_(new.detach() if new.requires_grad else new)
 
 
 def _plain(name: str, x: Any) -> Any:

@@ -74,13 +74,14 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         mask: Mask | None = inner.lowtri_setting.mask
         self._fixed, self._options = capacity is not None, {"capacity": capacity or 0, "block": block, "rewind": rewind}
         self._masks = [mask] if mask is not None else _own_masks(inner)  # of the layers; one for all
-        self._caches: dict[Mask, KVCache] = {mask: self._new_cache(mask) for mask in self._masks}
         self._begin_anew()
 
     def _new_cache(self, mask: Mask) -> KVCache:
         return KVCache(mask, fixed=self._fixed, **self._options)
 
     def _begin_anew(self) -> None:
+        self._caches = {mask: self._new_cache(mask) for mask in self._masks}
+        self._by_layer = [self._caches[mask] for mask in self._masks]
         self._length = 0  # columns: tokens of the longest row, with its padding
         self._coming: int | None = (
             None  # tokens of the forward that runs, until a layer has appended them; None: none runs
@@ -91,7 +92,9 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         self._valid: NDArray[np.bool_] | None = None  # (B, columns), whether a column holds a token; None: all do
         self._records = False  # whether all tokens since the last crop can be removed
         self._since_crop = 0  # tokens
-        self._returned: dict[int, Tensor] = {}  # the keys that each layer has been given
+        self._returned: dict[
+            int, tuple[int, Tensor]
+        ] = {}  # by the id of keys that were returned: the layer, and these keys
         self._unread: set[int] = set()  # layers of the forward that runs which have not attended yet
         self._known: dict[int, Mask] = {}  # the mask with which each layer has attended
 
@@ -148,8 +151,8 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         Args:
             lazy: the mask of the forward.  key: what :meth:`update` returned to the layer.
         """
-        layer = next((index for index, keys in self._returned.items() if keys is key), None)
-        if layer is None:
+        layer, keys = self._returned.get(id(key), (-1, None))
+        if keys is not key:
             raise CallError(
                 f"{_NAME}: {type(module).__name__} attends to other keys than the cache has returned to it.\n"
                 "Fix: transformers.DynamicCache for this model."
@@ -176,30 +179,32 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
             )
 
     def _of_layer(self, layer: int) -> KVCache:
-        return self._caches[self._masks[layer if len(self._masks) > 1 else 0]]
+        return self._by_layer[layer if len(self._by_layer) > 1 else 0]
 
     # What transformers asks of a cache.
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of a layer's new tokens; return what is held, in the order of slots."""
+        """Append the keys and values of a layer's new tokens; return all slots, which lowtri's attention knows how to read."""
         if key_states.requires_grad and torch.is_grad_enabled():
             raise CallError(
                 f"{_NAME}: it records no gradients.\nFix: with torch.no_grad(); or use_cache=False in training."
             )
-        if self._coming is None:
+        coming = self._coming
+        if coming is None:
             raise CallError(
                 f"{_NAME}: a layer appends outside of a forward of a switched model.\nFix: switch(model), then {_NAME}(model)."
             )
-        while len(self.layers) <= layer_idx:
-            self.layers.append(_Layer(self, len(self.layers)))
-        keys, values, _ = self._of_layer(layer_idx).append(key_states, value_states, self._positions, layer=layer_idx)
-        self._length, self._since_crop = self._length + self._coming, self._since_crop + self._coming
-        self._coming = 0  # the other layers append the same tokens
-        self._returned[layer_idx] = keys
+        buffers = self._of_layer(layer_idx).store(key_states, value_states, self._positions, layer_idx)
+        if coming:  # the other layers append the same tokens
+            self._length, self._since_crop, self._coming = self._length + coming, self._since_crop + coming, 0
+            self._returned.clear()  # earlier buffers
+        if len(self.layers) <= layer_idx:
+            self.layers += [_Layer(self, index) for index in range(len(self.layers), layer_idx + 1)]
+        self._returned[id(buffers.keys)] = layer_idx, buffers.keys
         self._unread.add(layer_idx)
-        return keys, values
+        return buffers.keys, buffers.values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens it has seen, evicted ones and padding included."""
@@ -217,7 +222,6 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._caches = {mask: self._new_cache(mask) for mask in self._caches}
         self.layers.clear()
         self._begin_anew()
 
