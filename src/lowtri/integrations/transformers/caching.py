@@ -72,29 +72,25 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         inner = unwrapped(model)
         check_switched(inner, _NAME)
         mask: Mask | None = inner.lowtri_setting.mask
-        self._fixed, self._options = capacity is not None, {"capacity": capacity or 0, "block": block, "rewind": rewind}
+        self._capacity, self._block, self._rewind = capacity, block, rewind
         self._masks = [mask] if mask is not None else _own_masks(inner)  # of the layers; one for all
         self._begin_anew()
 
     def _new_cache(self, mask: Mask) -> KVCache:
-        return KVCache(mask, fixed=self._fixed, **self._options)
+        fixed = self._capacity is not None
+        return KVCache(mask, capacity=self._capacity or 0, block=self._block, rewind=self._rewind, fixed=fixed)
 
     def _begin_anew(self) -> None:
         self._caches = {mask: self._new_cache(mask) for mask in self._masks}
         self._by_layer = [self._caches[mask] for mask in self._masks]
         self._length = 0  # columns: tokens of the longest row, with its padding
-        self._coming: int | None = (
-            None  # tokens of the forward that runs, until a layer has appended them; None: none runs
-        )
-        self._positions: NDArray[np.int64] | None = (
-            None  # (B, N) of the tokens of the forward that runs; None: the next ones
-        )
+        # Of the forward that runs: tokens that no layer has appended yet (None: none runs), and positions (B, N) (None: the next).
+        self._coming: int | None = None
+        self._positions: NDArray[np.int64] | None = None
         self._valid: NDArray[np.bool_] | None = None  # (B, columns), whether a column holds a token; None: all do
         self._records = False  # whether all tokens since the last crop can be removed
         self._since_crop = 0  # tokens
-        self._returned: dict[
-            int, tuple[int, Tensor]
-        ] = {}  # by the id of keys that were returned: the layer, and these keys
+        self._returned: dict[int, tuple[int, Tensor]] = {}  # by the id of keys: the layer to which they were returned
         self._unread: set[int] = set()  # layers of the forward that runs which have not attended yet
         self._known: dict[int, Mask] = {}  # the mask with which each layer has attended
 
@@ -110,7 +106,7 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         self._coming, self._positions = n, None
         if self._records:
             for kv in self._caches.values():
-                kv.rewind = max(self._options["rewind"], self._since_crop)
+                kv.rewind = max(self._rewind, self._since_crop)
         if attention_mask is not None:
             self._check_padding(rows, n, attention_mask)
             if self._valid is not None or not bool(attention_mask.all()):
@@ -201,7 +197,8 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
             self._length, self._since_crop, self._coming = self._length + coming, self._since_crop + coming, 0
             self._returned.clear()  # earlier buffers
         if len(self.layers) <= layer_idx:
-            self.layers += [_Layer(self, index) for index in range(len(self.layers), layer_idx + 1)]
+            layers: list[Any] = self.layers
+            layers += [_Layer(self, index) for index in range(len(layers), layer_idx + 1)]
         self._returned[id(buffers.keys)] = layer_idx, buffers.keys
         self._unread.add(layer_idx)
         return buffers.keys, buffers.values
