@@ -35,6 +35,8 @@ from lowtri.masks import (
     mask,
     strided,
     table,
+    tree,
+    tree_depths,
     where,
     window,
 )
@@ -134,6 +136,18 @@ GRIDS = [
         """,
     ),
     (
+        tree([-1, 0, 0, 2, -1], start=2, inner="causal & window(3)"),  # drafts that branch; the last is a second root
+        """
+        █······
+        ██·····
+        ███····
+        ·███···
+        ·██·█··
+        ··█·██·
+        ██····█
+        """,
+    ),
+    (
         documents([0, 1, 0, 1]),  # ids need not be sorted
         """
         █·█·
@@ -180,6 +194,16 @@ def test_a_table_within_documents_is_indexed_from_their_start() -> None:
     np.testing.assert_array_equal(m.dense(5), expected)
     with pytest.raises(MaskError, match=r"has rows for the queries 0 \.\. 2"):
         documents(lengths=[2, 4], inner=table(pairs)).dense(6)
+
+
+def test_trees_of_rows_that_begin_apart() -> None:
+    both = tree([[-1, 0, 0], [-1, -1, 1]], start=[2, 4], inner=keys([[True] * 5, [False] + [True] * 4]))
+    for row, (parents, start, real) in enumerate([([-1, 0, 0], 2, True), ([-1, -1, 1], 4, False)]):
+        one = tree(parents, start, keys([real] + [True] * 4))
+        assert both.at(row) == tree(parents, start, both.inner.at(row))
+        np.testing.assert_array_equal(both.dense(5)[row], one.dense(5))
+    assert tree_depths([[-1, 0, 0], [-1, -1, 1]]).tolist() == [[0, 1, 1], [0, 0, 1]]
+    assert repr(tree([-1, 0], [2, 4])) == 'tree([-1, 0], start=[2, 4], inner="causal")'
 
 
 def test_queries_have_the_last_positions() -> None:
@@ -531,6 +555,22 @@ ERRORS = [
     (lambda: mask("documents(lengths=[4], inner='causl')"), "there is no mask 'causl'. Did you mean causal?"),
     (lambda: mask("documents(lengths=[4], inner='3')"), "mask: '3' is not a mask"),
     (lambda: mask("documents('causal')"), "'causal' is not a whole number or a mask, because it is in quotes"),
+    (
+        lambda: tree([-1, 1]),
+        "tree: the parent of draft 1 is 1, but a parent comes before its child.\nFix: the index of an earlier draft, or -1",
+    ),
+    (lambda: tree_depths([[-1, 0], [-1, -2]]), "tree_depths: the parent of draft 1 is -2"),
+    (lambda: tree([-1, 0], start=-1), "tree: start is -1, but it must lie in 0 .. 2**62"),
+    (lambda: tree([-1, 0], start=[1, -1]), "tree: start is [1, -1]; it is the position of the first draft"),
+    (lambda: tree([-1] * 5000), "tree: parents has 5000 drafts, but at most 4096 are taken"),
+    (
+        lambda: tree([[-1], [-1]], start=[1, 2, 3]),
+        "tree: parents (2, 1), 3 starts and inner with batch () differ in their rows",
+    ),
+    (
+        lambda: tree([-1, 0], start=3).dense(6),
+        "tree: query at position 5, but the 2 drafts stand at 3 .. 4.\nFix: start= the position of the first draft",
+    ),
     (lambda: keys(), "keys: give valid (True = real) or lengths=, one of them"),
     (
         lambda: keys([1, 0]),

@@ -94,7 +94,7 @@ def positions_below(draw: st.DrawFn, most: int) -> np.ndarray:
 @settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(cases, st.data(), st.sampled_from([16, 64, 128]))
 def test_a_plan_has_the_pairs_of_the_mask(case: Case, data: st.DataObject, tile_k: int) -> None:
-    most = SIZE if "table(" in repr(case.mask) else 10_000
+    most = SIZE if case.ends else 10_000
     check(case.mask, data.draw(positions_below(most)), data.draw(positions_below(most)), tile_k)
 
 

@@ -26,6 +26,11 @@ class Case:
     def __repr__(self) -> str:
         return f"<{self.mask!r}>"
 
+    @property
+    def ends(self) -> bool:
+        """Whether it raises for positions past its own: tables and trees."""
+        return any(name in repr(self.mask) for name in ("table(", "tree("))
+
     def table(self, q: list[int], k: list[int]) -> np.ndarray:
         """m.batch + (len(q), len(k)), pair by pair."""
         batch = self.mask.batch
@@ -134,7 +139,28 @@ def within_documents(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
     return Case(lt.documents(**given, inner=one.mask), sees, one.exact, one.text and by_lengths)
 
 
-basic_masks = st.one_of(formulas(), array_masks(), user_formula)
+@st.composite
+def trees(draw: st.DrawFn) -> Case:
+    """Drafts up to the end of the positions that are tested: past them a tree raises."""
+    inner, start = draw(formulas()), draw(st.integers(0, SIZE - 1))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(SIZE - start)]
+
+    def path(draft: int) -> list[int]:
+        return [draft, *(path(parents[draft]) if parents[draft] >= 0 else [])]
+
+    def sees(q: int, k: int, b: int, h: int) -> bool:
+        if q < start:
+            return k < start and inner.sees(q, k, b, h)
+        above = path(q - start)
+        at = start + len(above) - 1
+        if k < start:
+            return inner.sees(at, k, b, h)
+        return k - start in above and inner.sees(at, start + len(path(k - start)) - 1, b, h)
+
+    return Case(lt.tree(parents, start, inner.mask), sees, exact=False)
+
+
+basic_masks = st.one_of(formulas(), array_masks(), user_formula, trees())
 single_masks = st.one_of(
     basic_masks, within_documents(st.deferred(lambda: st.one_of(basic_masks, joined(basic_masks))))
 )
