@@ -9,6 +9,7 @@ text          a mask from a text or from a user's argument; masks as texts with 
 formulas      causal, full, window, band, first, strided
 array_masks   keys, table, hidden
 label_masks   what compares labels: chunks, documents
+tree          drafts that branch
 custom_masks  where (a function of the user's), heads (a mask for each query head)
 plan          what kernels read: runs of tiles, and the bits of the partial ones; the number of visible pairs;
               the ranges of keys that each query sees
@@ -24,6 +25,7 @@ from lowtri.masks.picture import draw, save, shown_as_html, shown_as_svg
 from lowtri.masks.plan import is_causal, pairs
 from lowtri.masks.text import as_mask, mask
 from lowtri.masks.tile import EMPTY, FULL, PARTIAL, POSITION_MAX, Tile
+from lowtri.masks.tree import tree, tree_depths
 
 __all__ = [
     "EMPTY",
@@ -45,6 +47,8 @@ __all__ = [
     "mask",
     "strided",
     "table",
+    "tree",
+    "tree_depths",
     "where",
     "window",
 ]

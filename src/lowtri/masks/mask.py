@@ -159,6 +159,11 @@ class Mask:
         """
         return None
 
+    @property
+    def for_plan(self) -> Mask:
+        """A mask with the same pairs, whose parts a plan joins more cheaply than it evaluates this one."""
+        return self
+
     def _at(self, b: int, h: int) -> Mask:
         """The mask of a batch row and head, for a mask with a batch: that of its fields there."""
         index = (b, h)[: len(self.batch)]
@@ -462,6 +467,12 @@ class OfTracedLengths(Mask):
 
     def _text(self, arrays: list[Any] | None = None) -> str | None:
         return f"{self.function}({self.argument}={field_text(self.lengths, arrays)}{self.more})"
+
+
+def quoted(inner: Mask, arrays: list[Any] | None) -> str | None:
+    """A mask as an argument of another mask's text, in quotes, as Python takes it; quotes inside of quotes are left out."""
+    text = field_text(inner, arrays)
+    return None if text is None else '"' + text.replace('"', "") + '"'
 
 
 @dataclass(frozen=True, repr=False)

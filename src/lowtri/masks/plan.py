@@ -482,6 +482,7 @@ def _words(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -
     if not len(undecided):
         return group, empty_and_full
     row, column = row[undecided], column[undecided]
+    mask = mask.for_plan
     if isinstance(mask, Not):
         subgroup, words = _words(mask.inner, queries, keys, row, column)
         words = ~words

@@ -23,6 +23,7 @@ from lowtri.integrations.transformers.packing import TOLD, documents_in_graph, d
 from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
+from lowtri.ops.call import CallOptions
 
 # Arguments of some models that lowtri's attention does not support; None is accepted.
 _UNSUPPORTED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
@@ -74,6 +75,10 @@ def attend(
         CallError: for an argument that is not supported, none is ignored; while torch.export traces, for what an exported program
             cannot contain.
     """
+    if type(attention_mask) is LazyMaskTensor and attention_mask.lazy.cache is not None:
+        return _attend_in_cache(
+            module, query, key, attention_mask.lazy, dropout, scaling, softcap, s_aux, engine, others
+        )
     (rows, _, nq, _), (key_rows, _, nk, _) = query.shape, key.shape
     has_others = attention_mask is not None or dropout or not _OTHERS.isdisjoint(others) or collects_attentions()
     if has_others or rows < key_rows or 1 < nq != nk:
@@ -84,6 +89,33 @@ def attend(
     mask = "causal" if is_causal_layer else "full"
     sinks = None if s_aux is None else s_aux.reshape(-1)
     output = attention(query, key, value, mask, scale=scaling, softcap=softcap, sinks=sinks, engine=engine)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_in_cache(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    lazy: LazyMask,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    engine: str,
+    others: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """:func:`attend` over an EvictingCache, which has returned the keys."""
+    names = ("position_bias", "sinks", "indices", "block_indices", "output_attentions", *_UNSUPPORTED)
+    given = [name for name in names if others.get(name) is not None and others[name] is not False]
+    given += ["dropout"] * bool(dropout) + ["attention weights"] * collects_attentions()
+    if given:
+        raise CallError(
+            f"EvictingCache: got {given[0]} in {type(module).__name__}, which it does not compute.\n"
+            "Fix: model.eval() and output_attentions=False, or transformers.DynamicCache for this model."
+        )
+    sinks = None if s_aux is None else s_aux.reshape(-1)
+    options = CallOptions(scaling, softcap, sinks=sinks, engine=engine)
+    output: Tensor = lazy.cache.attend(module, lazy, query, key, options)
     return output.transpose(1, 2).contiguous(), None
 
 
