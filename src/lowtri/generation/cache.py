@@ -331,7 +331,7 @@ class KVCache:
 
         Source: eviction by the weights received, as in Heavy-Hitter Oracle (Zhang et al. 2023).
         """
-        chosen = positions_to_drop(positions, self._batch)
+        chosen = positions_to_drop(positions, self.rows)
         self._check_complete("drop")
         self._slots.drop(chosen)
 
