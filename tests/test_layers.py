@@ -27,6 +27,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "drawing",
     "compat",
     "masks",
+    "plain_torch",
     "plain",
     "ops",
     "kernels",
@@ -221,7 +222,7 @@ def test_all_is_exact(path: Path) -> None:
 
 def test_the_public_names() -> None:
     """One list, so that no name is added or removed by accident."""
-    masks = "Mask Tile mask causal full window band first documents chunks strided keys table hidden where heads"
+    masks = "Mask Tile mask causal full window band first documents chunks strided tree tree_depths keys table hidden where heads"
     biases = "alibi distance_bias DistanceBias"
     calls = "attention attention_backward merge scaled_dot_product_attention which_engine "
     calls += "KVCache generate audit assert_causal AuditReport infer_mask InferredMask verify VerifyReport explain show"

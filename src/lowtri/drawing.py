@@ -6,7 +6,9 @@ Masks, the choice of an engine and the key/value cache know no pictures; whoever
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=type)
 
 # class.method -> the module and the function that draws.
 METHODS = {
@@ -21,14 +23,24 @@ METHODS = {
 }
 
 
-class Drawing:
-    """A method of :data:`METHODS`; at its first use the function takes its place in the class."""
+def with_drawings(owner: T) -> T:
+    """Give a class its methods of :data:`METHODS`."""
+    for place, (module, function) in METHODS.items():
+        class_name, method = place.split(".")
+        if class_name == owner.__name__:
+            setattr(owner, method, _Drawing(owner, method, module, function))
+    return owner
 
-    def __set_name__(self, owner: type, name: str) -> None:
+
+class _Drawing:
+    """A method that is not imported yet; at its first use the function takes its place in the class."""
+
+    def __init__(self, owner: type, method: str, module: str, function: str) -> None:
         self._owner = owner
-        self._name = name
+        self._method = method
+        self._module = module
+        self._function = function
 
     def __get__(self, instance: object, owner: type) -> Any:
-        module, function = METHODS[f"{self._owner.__name__}.{self._name}"]
-        setattr(self._owner, self._name, getattr(import_module(module), function))
-        return getattr(owner if instance is None else instance, self._name)
+        setattr(self._owner, self._method, getattr(import_module(self._module), self._function))
+        return getattr(owner if instance is None else instance, self._method)

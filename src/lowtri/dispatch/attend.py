@@ -230,7 +230,7 @@ def which_engine(
     Args: those of :func:`attention`.
     """
     _, q, k, v = cast_for_autocast(q, k, v)
-    returned = {"return_weights": return_weights, "return_lse": return_lse, "return_received": return_received}
+    returned: Any = {"return_weights": return_weights, "return_lse": return_lse, "return_received": return_received}
     checked = CallOptions(**returned, **options)
     call, inputs = describe(q, k, v, mask, checked)
     ready = prepare(call, engine)

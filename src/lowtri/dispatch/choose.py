@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from lowtri.backends import BACKENDS, Backend
-from lowtri.drawing import Drawing
+from lowtri.drawing import with_drawings
 from lowtri.errors import EngineError, ExtraError
 from lowtri.extras import is_installed, missing
 from lowtri.masks.tile import shown
@@ -84,6 +84,7 @@ RULES = (
 )
 
 
+@with_drawings
 @dataclass(frozen=True)
 class Choice:
     """The result of :func:`lowtri.which_engine`: the engine that would run, the reason, and the answer of each engine.
@@ -107,9 +108,6 @@ class Choice:
 
         def _repr_html_(self) -> str:
             """What notebooks show: a table of the answers."""
-
-    else:
-        _repr_html_ = Drawing()
 
 
 @cache

@@ -48,6 +48,7 @@ class LazyMask:
     remake: Callable[[], Tensor | None] | None = field(default=None, repr=False)  # for the forward that then runs
     context: Any = field(default=None, repr=False)  # a ContextParallel, which then has the positions
     packed: bool = field(default=False, repr=False)  # whether the documents that the call says are in it
+    cache: Any = field(default=None, repr=False)  # an EvictingCache, which then has the positions
 
     @cached_property
     def positions(self) -> dict[str, NDArray[np.int64]]:
@@ -87,23 +88,28 @@ class LazyMask:
 
     def rows(self, start: int, stop: int) -> LazyMask:
         """The queries ``start .. stop`` alone (indices)."""
-        self._require_positions()
+        self._require_sequence()
         return replace(self, q0=self.q0 + start, nq=max(stop - start, 0), remake=None)
 
     def columns(self, start: int, stop: int) -> LazyMask:
         """The keys ``start .. stop`` alone (indices)."""
-        self._require_positions()
+        self._require_sequence()
         return replace(self, k0=self.k0 + start, nk=max(stop - start, 0), remake=None)
 
     def table(self) -> NDArray[np.bool_]:
         """Every pair, True = may see: (B|1, Hq|1, Nq, Nk)."""
-        self._require_positions()
+        self._require_sequence()
+        if self.cache is not None:
+            raise CallError(
+                "EvictingCache: the model reads its mask, but the cache does not hold all of its columns.\n"
+                "Fix: transformers.DynamicCache for this model."
+            )
         q, k = np.arange(self.q0, self.q0 + self.nq), np.arange(self.k0, self.k0 + self.nk)
         pairs = np.asarray(self.mask(q[:, None], k[None, :]))
         lead = (*self.mask.batch, 1, 1)[:2]
         return np.broadcast_to(pairs.reshape(*lead, *pairs.shape[-2:]), (*lead, self.nq, self.nk))
 
-    def _require_positions(self) -> None:
+    def _require_sequence(self) -> None:
         if self.context is not None:
             raise CallError(
                 "transformers: the model reads its mask, but no process has all pairs of the sequence.\n"

@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.drawing import Drawing
+from lowtri.drawing import with_drawings
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray, is_compiling, is_tensor
+from lowtri.masks.positions import default_positions
 from lowtri.masks.tile import (
     EMPTY,
-    MAX_POSITIONS,
     PARTIAL,
     POSITION_MAX,
     TILE_ANSWERS,
     Interval,
     Positions,
-    check_count,
     checked_edge,
     checked_positions,
     shown,
@@ -69,6 +68,7 @@ def called(name: str) -> str:
     return f"{name}({'...' if CONSTRUCTORS[name].__code__.co_argcount else ''})"
 
 
+@with_drawings
 class Mask:
     """Which query may see which key. The functions of :mod:`lowtri.masks` make masks; ``&``, ``|``, ``~`` and ``-`` combine them.
 
@@ -160,6 +160,11 @@ class Mask:
         (rows, Nk): a word for each key and 64 queries, bit i is the row's query i, and 0 past the last query.
         """
         return None
+
+    @property
+    def for_plan(self) -> Mask:
+        """A mask with the same pairs, whose parts a plan joins more cheaply than it evaluates this one."""
+        return self
 
     def _at(self, b: int, h: int) -> Mask:
         """The mask of a batch row and head, for a mask with a batch: that of its fields there."""
@@ -371,12 +376,6 @@ class Mask:
         def _repr_html_(self) -> str | None:
             """What notebooks show, with the mask's text."""
 
-    else:
-        draw = Drawing()
-        save = Drawing()
-        _repr_svg_ = Drawing()
-        _repr_html_ = Drawing()
-
     def _extent(self) -> int:
         """How many positions show this mask: its greatest number and half as many again, all of its arrays and lists; of joined
         masks the most."""
@@ -486,6 +485,12 @@ class OfTracedLengths(Mask):
         return f"{self.function}({self.argument}={field_text(self.lengths, arrays)}{self.more})"
 
 
+def quoted(inner: Mask, arrays: list[Any] | None) -> str | None:
+    """A mask as an argument of another mask's text, in quotes, as Python takes it; quotes inside of quotes are left out."""
+    text = field_text(inner, arrays)
+    return None if text is None else '"' + text.replace('"', "") + '"'
+
+
 @dataclass(frozen=True, repr=False)
 class Join(Mask):
     """Two masks joined; a mask without heads answers for all heads, one without batch for all rows."""
@@ -570,30 +575,3 @@ def _operand(other: object, sign: str) -> Mask:
         f"mask {sign} {type(other).__name__}: only masks can be joined.\n"
         "Fix: lowtri.table(bools) or lowtri.hidden(bools) for a table, lowtri.mask(text) for a text."
     )
-
-
-def default_positions(mask: Mask, nq: int, nk: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The default positions of ``nq`` queries and ``nk`` keys: keys at 0 .. nk-1, queries at the last nq of them.
-
-    More queries than keys have no such positions. If the mask does not depend on the query's position they count from 0; otherwise
-    positions are required, because libraries differ in the default.
-    """
-    start, nq, nk = first_position(mask, nq, nk)
-    if max(nq, nk) > MAX_POSITIONS:
-        raise MaskError(
-            f"{nq} queries and {nk} keys: an array of positions holds at most {MAX_POSITIONS} (2**28). "
-            "Fix: tile() answers for rectangles of any size."
-        )
-    return np.arange(start, start + nq, dtype=np.int64), np.arange(nk, dtype=np.int64)
-
-
-def first_position(mask: Mask, nq: int, nk: int | None = None) -> tuple[int, int, int]:
-    """The default position of the first of ``nq`` queries, and the two numbers, checked; see :func:`default_positions`."""
-    nq = check_count("mask", "nq, a number of queries,", nq)
-    nk = nq if nk is None else check_count("mask", "nk, a number of keys,", nk)
-    if nq > nk and mask.depends_on_query:
-        raise MaskError(
-            f"{nq} queries and {nk} keys under {shown(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
-            "Fix: q_positions=range(nq) in attention, if query i has the position of key i; mask(q, k) answers for any positions."
-        )
-    return max(nk - nq, 0), nq, nk

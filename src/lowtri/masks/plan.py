@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.masks.formulas import causal
-from lowtri.masks.mask import And, Join, Mask, Not, default_positions
+from lowtri.masks.mask import And, Join, Mask, Not
+from lowtri.masks.positions import default_positions
 from lowtri.masks.tile import EMPTY, FULL, PARTIAL, POSITION_MAX
 
 Ints = NDArray[np.int64]
@@ -425,6 +426,7 @@ def _words(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -
         return group, empty_and_full
     row = row[undecided]
     column = column[undecided]
+    mask = mask.for_plan
     if isinstance(mask, Not):
         subgroup, words = _words(mask.inner, queries, keys, row, column)
         words = ~words

@@ -1,9 +1,9 @@
 """Masks and texts: a mask from its text or from a user's argument, and masks as texts with arrays, for compiled programs.
 
-The text of a mask is its ``repr``. Its grammar is a subset of Python's: names, calls, whole numbers, lists, parentheses, and the
-operators ``& | ~ -`` with Python's precedence: ``-`` binds tighter than ``&``, and ``&`` tighter than ``|``. A text is read once from
-left to right and never evaluated as code. Python's own parser is not used, because a hostile text can exhaust its time and its stack,
-and because its errors name neither the place nor the fix.
+The text of a mask is its ``repr``. Its grammar is a subset of Python's: names, calls, whole numbers, lists, parentheses, a mask inside
+another in quotes, and the operators ``& | ~ -`` with Python's precedence: ``-`` binds tighter than ``&``, and ``&`` tighter than ``|``.
+A text is read once from left to right and never evaluated as code. Python's own parser is not used, because a hostile text can exhaust
+its time and its stack, and because its errors name neither the place nor the fix.
 
 Compiled and exported programs contain a mask as a text with placeholders, ``causal & documents(_0)``, and the list of their arrays.
 While a program is traced the arrays are tensors without values, so ``pack`` reads only the structure of the mask, in Python that
@@ -35,6 +35,7 @@ _STRENGTH = {"|": 1, "&": 2, "-": 3}
 _JOINS: dict[str, Callable[[Mask, Mask], Mask]] = {"|": operator.or_, "&": operator.and_, "-": operator.sub}
 _LITERALS = {"True": True, "False": False, "None": None}
 _FIX = "Fix: masks are joined by & | ~ -, e.g. 'causal & window(256)'."
+_QUOTED = "inner"  # the argument that takes a mask, in quotes or without
 _MAX_TOKEN = 40  # characters of a name or a number
 _MAX_TOKENS = 4096  # so that any text is read or rejected within a few hundredths of a second
 
@@ -215,21 +216,15 @@ def _from_text(text: str, frozen: tuple[FrozenArray | int, ...]) -> Mask:
 
 def _read(text: str, arrays: Sequence[Any] = ()) -> Mask:
     """The mask of a text, in which ``_0, _1, ...`` stand for arrays and numbers, as in ``causal & documents(_0)``."""
-    reader = _Reader(text, arrays)
-    value = reader.value(0)
-    if not isinstance(value, Mask):
-        raise MaskError(f"mask: {shown(text)} is not a mask. {_FIX}")
-    if reader.token:
-        raise reader.unexpected("& | - or the end")
-    return value
+    return _Reader(text, arrays).whole()
 
 
 class _Reader:
-    def __init__(self, text: str, arrays: Sequence[Any]) -> None:
+    def __init__(self, text: str, arrays: Sequence[Any], count: int = 0) -> None:
         self.text = text
         self.arrays = arrays
         self.end = 0  # of the previous token
-        self.count = 0
+        self.count = count  # of the tokens read
         self.open: list[tuple[int, str]] = []  # the brackets around the token: where each stands, and what closes it
         self._scan(0)
 
@@ -239,6 +234,15 @@ class _Reader:
         self.token = match.group(1)
         self.start = match.start(1)
         self.next = match.end()
+
+    def whole(self) -> Mask:
+        """The mask that the text is."""
+        value = self.value(0)
+        if not isinstance(value, Mask):
+            raise MaskError(f"mask: {shown(self.text)} is not a mask. {_FIX}")
+        if self.token:
+            raise self.unexpected("& | - or the end")
+        return value
 
     def take(self) -> str:
         token = self.token
@@ -391,7 +395,8 @@ class _Reader:
                 self.take()
                 if name in named:
                     raise MaskError(f"mask: {shown(self.text[start:])}: {shown(name)} is given twice.")
-                named[name] = self.value(depth + 1)
+                is_quoted = name == _QUOTED and self.token[:1] in ("'", '"') and len(self.token) > 1
+                named[name] = self.quoted() if is_quoted else self.value(depth + 1)
             else:
                 values.append(self.value(depth + 1))
             if self.token != ",":
@@ -399,6 +404,14 @@ class _Reader:
             self.take()
         self.close()
         return values, named
+
+    def quoted(self) -> Mask:
+        """A mask in quotes, as Python takes it."""
+        text = self.take()[1:-1]
+        inside = _Reader(text, self.arrays, self.count)
+        mask = inside.whole()
+        self.count = inside.count
+        return mask
 
     def word_operator(self, start: int) -> MaskError:
         return MaskError(

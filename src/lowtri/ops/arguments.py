@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_fake, is_tensor, positions_in_numpy, why_not_plain
 from lowtri.masks.label_masks import check_row_lengths
-from lowtri.masks.mask import Mask, default_positions
+from lowtri.masks.mask import Mask
+from lowtri.masks.positions import default_positions
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import check_flag, shown
 from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs, positions_of

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from lowtri.errors import LowtriError, MaskError
 from lowtri.masks.array_masks import Table
 from lowtri.masks.arrays import in_numpy
-from lowtri.masks.mask import Mask, first_position
+from lowtri.masks.mask import Mask
+from lowtri.masks.positions import first_position
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import POSITION_MAX, check_count, shown
 from lowtri.pictures.files import save_picture

@@ -28,8 +28,9 @@ from lowtri.masks.array_masks import table
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.formulas import full
 from lowtri.masks.label_masks import check_row_lengths
-from lowtri.masks.mask import Mask, default_positions
+from lowtri.masks.mask import Mask
 from lowtri.masks.plan import TILE_Q, plan
+from lowtri.masks.positions import default_positions
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import Positions, check_count, within
 

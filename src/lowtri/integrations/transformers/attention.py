@@ -23,6 +23,7 @@ from lowtri.integrations.transformers.packing import TOLD, documents_in_graph, d
 from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
+from lowtri.ops.call import CallOptions
 
 # Arguments of some models that lowtri's attention does not support; None is accepted.
 _UNSUPPORTED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
@@ -102,12 +103,41 @@ def attend(
     if has_others or rows < key_rows or 1 < nq != nk:
         of_few = {name: others.pop(name) for name in _OF_FEW_MODELS if name in others}
         options = _Options(dropout, scaling, is_causal, softcap, s_aux, engine, **of_few)
+        if type(attention_mask) is LazyMaskTensor and attention_mask.lazy.cache is not None:
+            return _attend_in_cache(module, query, key, attention_mask.lazy, options, others)
         return _attend_with(module, query, key, value, attention_mask, options, others)
     # Each layer of each token runs this, so it has no further step. Without a mask, a layer is causal as under transformers' sdpa.
     is_causal_layer = nq > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     mask = "causal" if is_causal_layer else "full"
     sinks = None if s_aux is None else s_aux.reshape(-1)
     output = attention(query, key, value, mask, scale=scaling, softcap=softcap, sinks=sinks, engine=engine)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_in_cache(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    lazy: LazyMask,
+    options: _Options,
+    others: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """:func:`attend` over an EvictingCache, which has returned the keys."""
+    all_others = {**options._asdict(), **others}
+    names = ("position_bias", "sinks", "indices", "block_indices", "output_attentions", *_UNSUPPORTED)
+    given = [name for name in names if all_others.get(name) is not None and all_others[name] is not False]
+    if options.dropout:
+        given.append("dropout")
+    if collects_attentions():
+        given.append("attention weights")
+    if given:
+        raise CallError(
+            f"EvictingCache: got {given[0]} in {type(module).__name__}, which it does not compute.\n"
+            "Fix: model.eval() and output_attentions=False, or transformers.DynamicCache for this model."
+        )
+    sinks = None if options.s_aux is None else options.s_aux.reshape(-1)
+    call_options = CallOptions(options.scaling, options.softcap, sinks=sinks, engine=options.engine)
+    output: Tensor = lazy.cache.attend(module, lazy, query, key, call_options)
     return output.transpose(1, 2).contiguous(), None
 
 

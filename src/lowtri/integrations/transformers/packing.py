@@ -30,7 +30,8 @@ from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import LazyMask, join
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
 from lowtri.masks.arrays import FrozenArray
-from lowtri.masks.label_masks import Documents, documents
+from lowtri.masks.formulas import Band, full
+from lowtri.masks.label_masks import Documents, InDocuments, PackedDocuments
 from lowtri.masks.mask import Mask
 
 STARTS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -52,21 +53,18 @@ class Packing:
         return bool((self.starts == self.starts[:1]).all())
 
     @cached_property
-    def mask(self) -> Mask:
+    def mask(self) -> PackedDocuments | Documents:
         """Each token sees its own document; tokens past the end continue the last one."""
         if self.same_rows:
             bounds = [0, *np.flatnonzero(self.starts[0, 1:]) + 1, self.starts.shape[1]]
-            return documents(lengths=np.diff(bounds), open_end=True)
+            return PackedDocuments(tuple(np.diff(bounds).tolist()), open_end=True)
         return Documents(FrozenArray(np.cumsum(self.starts, axis=1)))
 
-    def places(self, length: int) -> FrozenArray:
-        """The positions 0 .. length, counted from the start of each document: (N,), or (B, N) where rows differ."""
-        starts = self.starts[:1] if self.same_rows else self.starts
-        starts = np.pad(starts[:, :length], ((0, 0), (0, max(0, length - starts.shape[1]))))
-        position = np.arange(length)
-        begin = np.maximum.accumulate(np.where(starts, position, 0), axis=1)
-        places = position - begin
-        return FrozenArray(places[0] if self.same_rows else places)
+    def within_each(self, mask: Mask) -> Mask:
+        """The mask within each document, at positions that count from its start."""
+        if isinstance(mask, Band) or mask == full():  # which compare distances only
+            return join(mask, self.mask)
+        return InDocuments(self.mask, mask)
 
 
 def read_packing(
@@ -319,8 +317,3 @@ def _continued(packing: Packing, length: int, rows: int, n: int) -> Packing:
     more = np.zeros((1, max(0, length - kept.shape[1]) + n), np.bool_)
     starts = np.concatenate([kept, more], axis=1)
     return Packing(np.broadcast_to(starts, (rows, starts.shape[1])), packing.told_by)
-
-
-def within_documents(mask: Mask, packing: Packing | None) -> Mask:
-    """The mask within each document."""
-    return mask if packing is None else join(mask, packing.mask)
