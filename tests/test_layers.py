@@ -23,6 +23,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "extras",
     "system",
     "files",
+    "sentences",
     "pictures",
     "compat",
     "masks",
