@@ -57,6 +57,7 @@ MANY_PARAMETERS = {
         "auditing/audit.py:audit",
         "cli/checks.py:audit",
         "cli/learn.py:explain",
+        "explaining/steps.py:explain",
         "cli/models.py:generate",
     ),
     "dispatch/attend.py:attention",

@@ -124,7 +124,9 @@ def _of_lowtri(what: Any) -> str | None:
         return None
     from lowtri.nn import Decoder, MultiHeadAttention
 
-    return "attention" if isinstance(what, MultiHeadAttention) else "decoder" if isinstance(what, Decoder) else None
+    if isinstance(what, MultiHeadAttention):
+        return "attention"
+    return "decoder" if isinstance(what, Decoder) else None
 
 
 def _own_mask(module: Any, inputs: Any) -> Mask | str | None:
