@@ -17,12 +17,13 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --
 FLOOR_TESTS := tests/compat tests/masks tests/ops tests/kernels tests/dispatch tests/nn --ignore tests/dispatch/test_programs.py
 
 .NOTPARALLEL:
-.PHONY: help demo tour lesson test sweeps test-all test-newest test-floor test-arm bench lint docs dist dist-all smollm2 whisper clean
+.PHONY: help demo tour lesson lesson-model test sweeps test-all test-newest test-floor test-arm bench lint docs dist dist-all smollm2 whisper clean
 
 help:
 	@echo 'make demo      every part of lowtri in one run, with its files in $(OUT)'
 	@echo 'make tour      the same at full size, some minutes'
 	@echo 'make lesson    the lesson as interactive pages in four languages, in out/lesson'
+	@echo 'make lesson-model   trains the small models that run in these pages (about an hour on one core)'
 	@echo 'make test      the tests, without the long sweeps: 5 to 12 minutes on two cores'
 	@echo 'make sweeps    the long sweeps alone'
 	@echo 'make test-all  both'
@@ -48,6 +49,9 @@ tour: $(VENV)/installed
 lesson: $(VENV)/installed
 	mkdir -p out/lesson
 	for lang in en id th zh; do $(BIN)/lowtri lesson --lang $$lang --out out/lesson/lesson-$$lang.html || exit 1; done
+
+lesson-model: $(VENV)/installed
+	$(BIN)/python examples/lesson_model
 
 test: $(VENV)/installed-test
 	$(PYTEST) -m 'not sweep'

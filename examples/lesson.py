@@ -2,16 +2,28 @@
 # # Masked self-attention, step by step
 #
 # The lesson as a notebook: every number is computed here. It runs as a script (`python examples/lesson.py`), opens as a
-# notebook in editors that know `# %%`, and `python examples/notebook.py examples/lesson.py lesson.ipynb` converts it.
+# notebook in editors that know `# %%`, and `python examples/notebook.py examples/lesson.py lesson.ipynb` converts it. With
+# `--lang id`, `th` or `zh` the script speaks another language.
 
 # %%
 import math
+import sys
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import lowtri
+from lowtri.sentences import texts, without_markup
+
+LANG = sys.argv[sys.argv.index("--lang") + 1] if "--lang" in sys.argv else "en"
+
+
+def say(*keys):
+    """Print sentences of the lesson, the first as a heading."""
+    title, *others = (without_markup(texts(LANG)[key]) for key in keys)
+    print(f"\n{title}\n{'=' * len(title)}", *others, sep="\n")
+
 
 # %% [markdown]
 # ## What the mask is for
@@ -20,6 +32,7 @@ import lowtri
 # position i everything after it.
 
 # %%
+say("why.title", "why.p1", "why.p2")
 print(lowtri.causal().draw(4, tokens="The black cat <end>", ticks=True))
 
 # %% [markdown]
@@ -28,6 +41,7 @@ print(lowtri.causal().draw(4, tokens="The black cat <end>", ticks=True))
 # 0 is added where the query may see the key, -inf where it may not. A hidden key adds exp(-inf) = 0 to the sum of softmax.
 
 # %%
+say("matrix.title", "matrix.p1")
 print(lowtri.causal().draw(4, numbers=True))
 print([math.exp(score) for score in (2.0, 0.0, -10.0, -math.inf)])
 
@@ -37,19 +51,21 @@ print([math.exp(score) for score in (2.0, 0.0, -10.0, -math.inf)])
 # The worked example: three tokens with two numbers each, and three maps drawn under seed 42.
 
 # %%
+say("steps.title", "bench.made.p")
 torch.manual_seed(42)
 module = lowtri.plain.MaskedSelfAttention(d_model=2)
 x = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]
-steps = lowtri.explain(module, x, tokens=["Write", "a", "poem"], mask="causal")
+steps = lowtri.explain(module, x, tokens="Write a poem", mask="causal", lang=LANG)
 print(steps)
-assert np.allclose(steps["weights"].value[1], [0.3606, 0.6394, 0], atol=6e-5)
+assert np.allclose(steps["weights"][1], [0.3606, 0.6394, 0], atol=6e-5)
 
 # %% [markdown]
-# Why does row 2 of the weights not change when token 3 does? It is made of query 2 and keys 1 and 2.
+# Why does row 2 of the weights not change when word 3 does? It is made of query 2 and keys 1 and 2.
 
 # %%
+say("quiz.q1", "quiz.a1")
 other = lowtri.explain(module, [*x[:2], [-3.0, 5.0]], mask="causal")
-assert np.array_equal(other["weights"].value[:2], steps["weights"].value[:2])
+assert np.array_equal(other["weights"][:2], steps["weights"][:2])
 assert not np.array_equal(other["weights"].unmasked[:2], steps["weights"].unmasked[:2])
 
 # %% [markdown]
@@ -58,6 +74,7 @@ assert not np.array_equal(other["weights"].unmasked[:2], steps["weights"].unmask
 # Three ways to write the same attention.
 
 # %%
+say("forms.title", "forms.p1")
 q, k, v = torch.randn(3, 2, 8, 10, 64)
 added = torch.full((10, 10), -math.inf).triu(1)
 additive = torch.softmax(q @ k.mT / 8 + added, -1) @ v
@@ -72,6 +89,7 @@ print(max(float((form - ours).abs().max()) for form in (additive, boolean, fused
 # With a key/value cache no mask is needed: what the mask would hide is not there yet. Both give the same output.
 
 # %%
+say("forcing.title", "forcing.p1", "cache.p1")
 cache, rows = lowtri.KVCache("causal"), []
 for t in range(10):
     rows.append(cache.attend(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1]))
@@ -81,6 +99,7 @@ assert torch.allclose(torch.cat(rows, 2), ours, atol=1e-5)
 # ## Windows, sinks, documents, prefixes
 
 # %%
+say("patterns.title", "patterns.p1")
 for text in (
     "causal & window(3)",
     "causal & (window(2) | first(1))",
@@ -96,6 +115,7 @@ for text in (
 # True means two things; float16 has no -1e9; a row that sees nothing.
 
 # %%
+say("traps.title", "traps.p1")
 lower = torch.ones(4, 4, dtype=torch.bool).tril()
 assert lowtri.table(lower) == lowtri.hidden(~lower)
 print(torch.tensor(-1e9).half())
@@ -107,6 +127,7 @@ print(torch.softmax(torch.full((2,), -math.inf), 0), lowtri.attention(*torch.ran
 # The audit changes each input, and records which outputs move.
 
 # %%
+say("quiz.title", "notebook.audit")
 torch.manual_seed(0)
 layer = torch.nn.Linear(8, 8)
 print(

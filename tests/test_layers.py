@@ -25,6 +25,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "system",
     "files",
     "drawing",
+    "sentences",
     "compat",
     "masks",
     "plain_torch",

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import lowtri
+from lowtri.sentences import LANGUAGES, texts, without_markup
 from notebook import notebook
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,10 +42,18 @@ def test_it_converts(tmp_path: Path) -> None:
     assert content["cells"][0]["source"].startswith("# Masked self-attention, step by step")
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_it_speaks_four_languages(language: str) -> None:
+    command = [sys.executable, str(EXAMPLES / "lesson.py"), "--lang", language]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    for key in ("why.title", "matrix.p1", "quiz.a1", "explain.output"):
+        assert without_markup(texts(language)[key]) in done.stdout
+
+
 def test_it_uses_public_names_only() -> None:
     for node in ast.walk(ast.parse(SCRIPT)):
         if isinstance(node, ast.ImportFrom | ast.Import):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            assert all(not module.startswith("lowtri.") for module in modules)
+            assert all(not module.startswith("lowtri.") or module == "lowtri.sentences" for module in modules)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "lowtri":
             assert node.attr in lowtri.__all__

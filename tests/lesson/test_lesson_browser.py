@@ -276,3 +276,56 @@ def test_it_answers_quickly_on_a_slow_machine(browser: Browser, folder: Path, re
     record_property("click, ms", clicks[4])
     assert paint < 5000 and clicks[4] < 1000
     page.close()
+
+
+def test_what_scrolls_has_a_shadow_and_code_keeps_its_lines(browser: Browser, folder: Path) -> None:
+    page = browser.open_lesson(folder / "lesson-en.html", width=390)
+    wide = "[...document.querySelectorAll('.python pre, .formula, .arcs, .tablebox')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
+    assert page.run(f"{wide}.length") > 0, "something is wider than a telephone"
+    assert page.run(f"{wide}.every((e) => getComputedStyle(e).backgroundImage.split('linear-gradient').length === 5)")
+    assert page.run(
+        "[...document.querySelectorAll('.python pre')].every((e) => getComputedStyle(e).whiteSpace === 'pre')"
+    )
+    page.close()
+
+
+def test_on_paper(browser: Browser, folder: Path) -> None:
+    """In light colours whatever the screen shows, with every figure; headings stay with what follows; nothing to press."""
+    page = browser.open_lesson(folder / "lesson-en.html", width=760, dark=True, whole=False)
+    page.send("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert page.run("getComputedStyle(document.body).backgroundColor") == page.run(
+        "(() => { const e = document.createElement('i'); e.style.color = 'var(--paper)'; document.body.append(e);"
+        "const c = getComputedStyle(e).color; e.remove(); return c })()"
+    )
+    light = page.run("getComputedStyle(document.documentElement).getPropertyValue('--paper')").strip()
+    assert int(light[1:3], 16) > 200, "paper is light"
+    shown = "[...document.querySelectorAll('main > section')].map((s) => [getComputedStyle(s).contentVisibility, s.offsetHeight > 60])"
+    assert all(section == ["visible", True] for section in page.run(shown))
+    assert page.run("[...document.querySelectorAll('h2')].every((h) => getComputedStyle(h).breakAfter === 'avoid')")
+    hatched = "getComputedStyle(document.querySelector('#weights td.hidden'))"
+    assert "gradient" in page.run(f"{hatched}.backgroundImage") and page.run(f"{hatched}.printColorAdjust") == "exact"
+    visible = "[...document.querySelectorAll('main button')].filter((b) => b.checkVisibility() && b.closest('.bar, .controls, .walk'))"
+    assert page.run(f"{visible}.length") == 0
+    page.close()
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_without_scripts(language: str, browser: Browser, folder: Path) -> None:
+    """A sentence says so, and the first figures are there as pictures."""
+    page = browser.open(folder / file_name(language), width=900, scripts=False)
+    document = page.send("DOM.getDocument", depth=-1)["root"]["nodeId"]
+
+    def seen(selector: str) -> list[dict[str, Any]]:
+        nodes = page.send("DOM.querySelectorAll", nodeId=document, selector=selector)["nodeIds"]
+        boxes = []
+        for node in nodes:
+            try:
+                boxes.append(page.send("DOM.getBoxModel", nodeId=node)["model"])
+            except RuntimeError:  # it is not laid out
+                continue
+        return boxes
+
+    assert len(seen("main > noscript > p")) == 1
+    assert all(box["height"] > 100 for box in seen("figure noscript svg")) and len(seen("figure noscript svg")) == 2
+    assert seen("#live") == seen(".controls") == seen(".walk") == [] and len(seen("main > section > h2")) == 18
+    page.close()

@@ -23,7 +23,9 @@ SECTIONS = (
     *(
         "why",
         "matrix",
+        "flow",
         "steps",
+        "shapes",
         "pair",
         "forcing",
         "kin",
@@ -76,7 +78,7 @@ def test_the_languages_have_the_same_structure_and_figures(pages: dict[str, str]
     assert len({str(code) for code in codes}) == len(LANGUAGES), "comments are in the page's language"
     data = [json.loads(re.search(r'id="lesson-data">(.*?)</script>', page, re.S)[1]) for page in pages.values()]  # type: ignore[index]
     for content in data:
-        for name in ("texts", "sentences", "words", "language", "decimal", "programs"):
+        for name in ("texts", "sentences", "words", "language", "decimal", "programs", "models"):
             del content[name]
     assert all(content == data[0] for content in data)
 

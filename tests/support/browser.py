@@ -97,10 +97,12 @@ class Browser:
         still: bool = True,
         slower: float = 1,
         query: str = "",
+        scripts: bool = True,
     ) -> Page:
         """Open a file in a tab of this size.
 
-        ``still`` asks for reduced motion, ``slower`` throttles the CPU, ``query`` ends the address.
+        ``still`` asks for reduced motion, ``slower`` throttles the CPU, ``query`` ends the address; with ``scripts`` False those of
+        the page do not run.
         """
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -113,6 +115,8 @@ class Browser:
         page.send("Emulation.setEmulatedMedia", features=features)
         if slower != 1:
             page.send("Emulation.setCPUThrottlingRate", rate=slower)
+        if not scripts:
+            page.send("Emulation.setScriptExecutionDisabled", value=True)
         page.send("Page.navigate", url=path.absolute().as_uri() + query)
         self.wait_for("Page.loadEventFired", session)
         return page

@@ -32,6 +32,15 @@ _SEED = 42  # of random weights
 _MOST_CELLS = 64  # positions each way up to which --json holds the table
 
 
+class Language(str, Enum):
+    """The languages of the lesson and of explain."""
+
+    en = "en"
+    id = "id"
+    th = "th"
+    zh = "zh"
+
+
 def explain(
     sentence: Annotated[
         str | None, typer.Argument(metavar="SENTENCE", help="The sentence to look at.", show_default="Write a poem")
@@ -67,6 +76,7 @@ def explain(
     seed: Annotated[
         int | None, option("Draws the random weights.", min=0, max=2**63 - 1, show_default=str(_SEED))
     ] = None,
+    lang: Annotated[Language, option("The language of the sentences.")] = Language.en,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -95,14 +105,22 @@ def explain(
         refuse("--scores", "does not go with given scores", without)
         table, rows = _read(scores, most=3), None if values is None else _read(values, most=3)
         tokens = None if sentence is None else tokens_of(sentence)[0]
-        explanation = steps_of(scores=table, values=rows, tokens=tokens, mask=mask or "causal", head=head)
+        explanation = steps_of(
+            scores=table, values=rows, tokens=tokens, mask=mask or "causal", head=head, lang=lang.value
+        )
     elif model is not None:
         refuse("--model", "is for random weights; a model has its own", without | {"--model": None})
-        explanation = _of_model(model, SENTENCE if sentence is None else sentence, mask, layer or 0, head)
+        explanation = _of_model(model, SENTENCE if sentence is None else sentence, mask, layer or 0, head, lang.value)
     else:
         text, numbers = SENTENCE if sentence is None else sentence, None if encodings is None else _read(encodings)
         explanation = untrained(
-            text, mask or "causal", encodings=numbers, seed=_SEED if seed is None else seed, heads=heads or 1, head=head
+            text,
+            mask or "causal",
+            encodings=numbers,
+            seed=_SEED if seed is None else seed,
+            heads=heads or 1,
+            head=head,
+            lang=lang.value,
         )
     if html is not None:
         note(f"wrote {explanation.save(html)}")
@@ -112,7 +130,7 @@ def explain(
     print_result(explanation.as_dict() if json else None, shown, json, colours=colours)
 
 
-def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int | None) -> Explanation:
+def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int | None, lang: str) -> Explanation:
     from lowtri.explaining.steps import explain as steps_of
     from lowtri.generation.generate import encode
 
@@ -121,7 +139,7 @@ def _of_model(name: str, sentence: str, mask: str | None, layer: int, head: int 
     if not ids:
         _reject("the sentence is empty", 'a word at least, as in "Write a poem"')
     tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
-    explanation = steps_of(model, ids, tokens=tokens, layer=layer, head=head)
+    explanation = steps_of(model, ids, tokens=tokens, layer=layer, head=head, lang=lang)
     return replace(explanation, note=f"Tokens by the model's tokenizer. {explanation.note}")
 
 
@@ -286,15 +304,6 @@ def _count(facts: dict[str, Any]) -> str:
         return f"{facts['pairs']:,} of {of:,} pairs visible ({facts['share']:.1%})"
     counts = np.asarray(facts["pairs"])
     return f"{counts.min():,} to {counts.max():,} of {of:,} pairs visible, by batch row and head"
-
-
-class Language(str, Enum):
-    """The languages of the lesson."""
-
-    en = "en"
-    id = "id"
-    th = "th"
-    zh = "zh"
 
 
 def lesson(

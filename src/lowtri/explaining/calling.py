@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.explaining.projections import projections_of
 from lowtri.masks import full, table
 
 Floats = NDArray[np.float64]
@@ -34,6 +35,11 @@ def undisturbed(module: Any) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
+
+
+def is_torch_s(module: Any) -> bool:
+    """Whether it is ``torch.nn.MultiheadAttention``, of no class of the user's."""
+    return type(module).__module__ == "torch.nn.modules.activation" and hasattr(module, "in_proj_bias")
 
 
 class OwnOutput(NamedTuple):
@@ -119,6 +125,7 @@ def _arguments(module: Any) -> tuple[int, str | None]:
         return 1, None
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.POSITIONAL_ONLY)]
     masks = [p.name for p in named if "mask" in p.name.lower() and p.kind is not p.POSITIONAL_ONLY]
+    masks.sort(key=lambda name: "pad" in name)  # attn_mask before key_padding_mask
     required = [p for p in named if p.default is p.empty and p.name not in masks and p.kind is not p.KEYWORD_ONLY]
     return max(1, len(required)), masks[0] if masks else None
 
@@ -129,9 +136,11 @@ class _Runner:
     def __init__(self, module: Any, x: Any, required: int) -> None:
         import torch
 
-        weight = module.W_q.weight
-        self.module, self.required, self.eps = module, required, float(torch.finfo(weight.dtype).eps)
-        self.x = torch.as_tensor(x).to(weight.device, weight.dtype)
+        maps = projections_of(module)
+        assert maps is not None
+        self.module, self.required, self.eps = module, required, float(torch.finfo(maps.dtype).eps)
+        self.projections = maps.parts
+        self.x = torch.as_tensor(x).to(maps.device, maps.dtype)
 
     def __call__(self, options: dict[str, Any]) -> list[Floats] | str:
         """The output and what other linear layers read, or why the call failed."""
@@ -144,15 +153,22 @@ class _Runner:
         import torch
 
         read: list[Any] = []
-        projections = [self.module.W_q, self.module.W_k, self.module.W_v]
         hooks = [
             part.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].detach().clone()))
             for part in (self.module.modules() if isinstance(self.module, torch.nn.Module) else ())
-            if isinstance(part, torch.nn.Linear) and all(part is not own for own in projections)
+            if isinstance(part, torch.nn.Linear) and all(part is not own for own in self.projections)
         ]
         try:
             with undisturbed(self.module):
-                result = self.module(*[self.x.clone() for _ in range(self.required)], **options)
+                inputs = tuple(self.x.clone() for _ in range(self.required))
+                if is_torch_s(self.module):  # its last map hides what the heads give, so it is the identity here
+                    width = self.module.embed_dim
+                    identity = {"out_proj.weight": torch.eye(width).to(self.x)}
+                    if self.module.out_proj.bias is not None:
+                        identity["out_proj.bias"] = torch.zeros(width).to(self.x)
+                    result = torch.func.functional_call(self.module, identity, inputs, options)
+                else:
+                    result = self.module(*inputs, **options)
         finally:
             for hook in hooks:
                 hook.remove()

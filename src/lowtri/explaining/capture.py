@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.errors import CallError
-from lowtri.explaining.calling import undisturbed
+from lowtri.errors import CallError, LowtriError
+from lowtri.explaining.calling import is_torch_s, undisturbed
+from lowtri.explaining.projections import Projections, projections_of
 from lowtri.masks import Mask, as_mask
 from lowtri.masks import heads as heads_of
 from lowtri.masks.arrays import in_numpy
@@ -41,7 +42,7 @@ class Captured:
     sinks: Floats | None = None  # (H,)
     notes: tuple[str, ...] = ()
     formulas: dict[str, str] = field(default_factory=lambda: dict.fromkeys("qkv", ""))  # of its own
-    sentences: dict[str, str] = field(default_factory=dict)  # of its own
+    sentences: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)  # of its own: key and values
     rows: int = 1  # of the batch that the arrays were one row of
 
     @property
@@ -80,41 +81,109 @@ def capture_scores(scores: Any, values: Any, batch: int | None) -> Captured:
         if v.shape[1] != table.shape[2] or len(table) % len(v):
             raise CallError(f"explain: values are {v.shape} for scores {table.shape}. Fix: a row for each key.")
     formulas = {"scores": "", "masked": "scores where visible, else {hidden}", "v": ""}
-    sentences = {"scores": "Given. A row for each query, a column for each key.", "v": "Given. A row for each key."}
+    sentences: dict[str, tuple[str, dict[str, Any]]] = {
+        "scores": ("explain.given", {}),
+        "v": ("explain.givenvalues", {}),
+    }
     return Captured(dict(zip(arrays, (table, *rest), strict=True)), formulas=formulas, sentences=sentences, rows=rows)
 
 
 def capture_module(
-    what: Any, inputs: Any, *, position: Any, heads: int, layer: int, mask: Mask | str | None, batch: int | None = None
+    what: Any,
+    inputs: Any,
+    *,
+    position: Any,
+    heads: int | None,
+    layer: int,
+    mask: Mask | str | None,
+    batch: int | None = None,
 ) -> Captured:
     """What a module computes from ``inputs`` on the way into attention."""
-    projections = {name: getattr(what, name) for name in ("W_q", "W_k", "W_v") if hasattr(what, name)}
-    for name, part in projections.items():
-        if len(projections) == 3 and not hasattr(part, "weight"):
-            raise CallError(
-                f"explain: {name} of {type(what).__name__} is {type(part).__name__}, expected a linear map with a weight.\n"
-                "Fix: explain((q, k, v), mask=...) with what the module computes from its input."
-            )
-    if len(projections) == 3:
-        return _plain_module(what, inputs, position, heads, batch)
-    if position is not None or heads != 1:
+    from_lowtri = _of_lowtri(what)
+    if from_lowtri is None and (maps := projections_of(what)) is not None:
+        mask = _own_mask(what, inputs) if mask is None else None
+        return _plain_module(what, maps, inputs, position, heads, batch, mask)
+    if position is not None or heads is not None:
         raise CallError("explain: position and heads are for a module with W_q, W_k and W_v. Fix: leave them out.")
-    if "torch" in sys.modules:
-        from lowtri.nn import Decoder, MultiHeadAttention
-
-        if isinstance(what, MultiHeadAttention):
-            return _multi_head(what, inputs, mask, batch)
-        if isinstance(what, Decoder):
-            return _decoder(what, inputs, layer, mask, batch)
+    if from_lowtri == "attention":
+        return _multi_head(what, inputs, mask, batch)
+    if from_lowtri == "decoder":
+        return _decoder(what, inputs, layer, mask, batch)
+    if hasattr(what, "modules") and (inside := [m for m in what.modules() if projections_of(m) is not None]):
+        return _inside(what, inside, inputs, layer, mask, batch)
     raise CallError(
         f"explain: {type(what).__name__} has no attention that explain can open.\n"
-        "Fix: pass (q, k, v), a module with W_q, W_k and W_v, a lowtri.nn.MultiHeadAttention, a lowtri.nn.Decoder, or a whole "
-        "model of transformers."
+        "Fix: pass (q, k, v), a module with maps to queries, keys and values (W_q, query, q_proj, in_proj and the like), or a model "
+        "that has such modules."
     )
 
 
-def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: int | None) -> Captured:
-    """A module with three linear maps: nn.MaskedSelfAttention, plain.MaskedSelfAttention, or one's own."""
+def _of_lowtri(what: Any) -> str | None:
+    """Whether it is a module of lowtri that has rotary positions, grouped heads or layers: "attention" or "decoder"."""
+    if "torch" not in sys.modules:
+        return None
+    from lowtri.nn import Decoder, MultiHeadAttention
+
+    if isinstance(what, MultiHeadAttention):
+        return "attention"
+    return "decoder" if isinstance(what, Decoder) else None
+
+
+def _own_mask(module: Any, inputs: Any) -> Mask | str | None:
+    """The mask of a module: its own attribute, or what its outputs show of it; None where nothing can be told."""
+    from lowtri.auditing.infer import infer_mask
+
+    own = getattr(module, "mask", None)
+    if isinstance(own, Mask | str):
+        return own
+    if inputs is None or not callable(module):
+        return None
+    try:
+        return infer_mask(module, inputs).mask
+    except LowtriError:  # its forward needs more than one input, or is not deterministic
+        return None
+
+
+def _inside(
+    model: Any, attentions: list[Any], inputs: Any, layer: int, mask: Mask | str | None, batch: int | None
+) -> Captured:
+    """One attention of a model of the user's: what it reads is recorded in one forward of the model."""
+    import torch
+
+    if not 0 <= layer < len(attentions):
+        raise CallError(f"explain: there is no layer {layer} among {len(attentions)}. Fix: 0 to {len(attentions) - 1}.")
+    if inputs is None:
+        raise CallError("explain: inputs are missing: what the model reads. Fix: explain(model, inputs).")
+    attention = attentions[layer]
+    read: list[Any] = []
+
+    def record(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        read.extend(x for x in (*given, *named.values()) if isinstance(x, torch.Tensor) and x.is_floating_point())
+
+    hook = attention.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        with undisturbed(model):
+            model(torch.as_tensor(inputs))
+    finally:
+        hook.remove()
+    if not read:
+        raise CallError(
+            f"explain: the forward of {type(model).__name__} does not call layer {layer}. Fix: another layer."
+        )
+    maps = projections_of(attention)
+    assert maps is not None
+    own = _own_mask(model, inputs) if mask is None else None
+    captured = _plain_module(attention, maps, read[0], None, None, batch, own)
+    captured.sentences["encoding"] = ("explain.layer", {"layer": layer})
+    return captured
+
+
+def _plain_module(
+    module: Any, found: Projections, inputs: Any, position: Any, heads: int | None, batch: int | None, mask: Any
+) -> Captured:
+    """A module with three linear maps: nn.MaskedSelfAttention, plain.MaskedSelfAttention, nn.MultiheadAttention, or one's own."""
+    if getattr(module, "batch_first", True) is False and np.ndim(inputs) == 3:  # torch's own order: (N, B, d)
+        inputs = inputs.swapaxes(0, 1)
     arrays: dict[str, Floats] = {}
     encoding, rows = _encodings("inputs", inputs, batch)  # (N, d)
     if position is not None:
@@ -123,11 +192,18 @@ def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: in
             raise CallError(f"explain: position is {offsets.shape}, but inputs are {encoding.shape}; they are added.")
         arrays |= {"embedding": encoding, "position": offsets}
         encoding = encoding + offsets
-    maps = {name: _array(getattr(module, name).weight).T for name in ("W_q", "W_k", "W_v")}  # (d, d)
+    maps = {f"W_{name}": _array(weight).T for name, weight in found.weights.items()}  # (d, D)
     width = len(maps["W_q"])
     if encoding.shape[1] != width:
         raise CallError(f"explain: inputs are {encoding.shape}, but the module reads (N, {width}).")
     sizes = {w.shape[1] for w in maps.values()}
+    if maps["W_q"].shape != maps["W_k"].shape:
+        raise CallError(
+            f"explain: {type(module).__name__} maps to queries of {maps['W_q'].shape[1]} and keys of {maps['W_k'].shape[1]} numbers.\n"
+            "Fix: explain((q, k, v), mask=...) with what the module computes from its input."
+        )
+    if heads is None:  # what the module says, where it can be true
+        heads = found.heads if found.heads and all(size % found.heads == 0 for size in sizes) else 1
     if isinstance(heads, bool) or not isinstance(heads, int | np.integer):
         raise CallError(f"explain: heads is {heads!r:.60}; expected a whole number, at least 1.")
     if heads < 1 or any(size % heads for size in sizes):
@@ -138,7 +214,7 @@ def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: in
     arrays |= {f"{name}^T": w for name, w in cut.items()}
     formulas = {}
     for name in "qkv":
-        bias = getattr(getattr(module, f"W_{name}"), "bias", None)
+        bias = found.biases.get(name)
         if bias is not None:
             arrays[f"b_{name}"] = np.stack(np.split(_array(bias)[None], heads, axis=1))  # (H, 1, D)
             formulas[name] = f"encoding W_{name}^T + b_{name}"
@@ -146,11 +222,11 @@ def _plain_module(module: Any, inputs: Any, position: Any, heads: int, batch: in
         arrays[name] = encoding @ arrays[f"W_{name}^T"] + arrays.get(f"b_{name}", 0)  # (H, N, D)
     return Captured(
         arrays,
-        mask=getattr(module, "mask", None),
+        mask=mask,
         module=module,
-        inputs=encoding[None] if np.ndim(inputs) == 3 else encoding,
+        inputs=encoding[None] if np.ndim(inputs) == 3 and not is_torch_s(module) else encoding,
         name=type(module).__name__,
-        dtype=module.W_q.weight.dtype,
+        dtype=found.dtype,
         formulas=formulas,
         rows=rows,
     )
@@ -184,8 +260,7 @@ def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None, bat
     mask = _of_row(decoder.mask if mask is None else mask, batch or 0, rows)
     captured = _hooked(layers[layer].self_attn, decoder, lambda: decoder(ids[None], mask=mask), mask)
     captured.arrays = {"embedding": _array(decoder.model.embed_tokens.weight[ids]), **captured.arrays}
-    words = f"What the attention of layer {layer} reads: the hidden states of that depth, normalised."
-    captured.sentences["encoding"] = words
+    captured.sentences["encoding"] = ("explain.layer", {"layer": layer})
     captured.tokens, captured.head, captured.rows = [str(i) for i in ids.tolist()], 0, rows
     return captured
 

@@ -18,17 +18,14 @@ from lowtri.explaining.explanation import Explanation, printable
 from lowtri.explaining.steps import explain
 from lowtri.masks import Mask
 from lowtri.pictures.labels import split
+from lowtri.sentences import sentence as sentence_of
 
 SENTENCE = "Write a poem"
 SEED = 42
 ENCODINGS = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]
-_NOTE = (
-    "The worked example: weights drawn under seed 42, untrained. Its encodings are given; the embedding is what they are\n"
-    "without the position."
-)
 
 
-def worked(mask: Mask | str = "causal", *, heads: int = 1, head: int | None = None) -> Explanation:
+def worked(mask: Mask | str = "causal", *, heads: int = 1, head: int | None = None, lang: str = "en") -> Explanation:
     """The worked example. Hidden scores are written -1e9, as the notebooks write them.
 
     >>> worked()["weights"].value.round(4)
@@ -36,7 +33,7 @@ def worked(mask: Mask | str = "causal", *, heads: int = 1, head: int | None = No
            [0.3606, 0.6394, 0.    ],
            [0.0722, 0.032 , 0.8959]])
     """
-    return untrained(SENTENCE, mask, heads=heads, head=head)
+    return untrained(SENTENCE, mask, heads=heads, head=head, lang=lang)
 
 
 def untrained(
@@ -47,6 +44,7 @@ def untrained(
     seed: int = SEED,
     heads: int = 1,
     head: int | None = None,
+    lang: str = "en",
 ) -> Explanation:
     """Any sentence, under random weights: the steps are real, what they find is chance, and the note says so.
 
@@ -54,6 +52,7 @@ def untrained(
         sentence: cut at spaces, and by characters where its script has none. That of the worked example has its encodings.
         encodings: (N, d_model), a row for each token; random embeddings plus the sinusoidal position if not given.
         seed: draws the weights, and the embeddings.
+        lang: the language of the sentences that explain the steps.
 
     Raises:
         DataError: if the sentence is empty, or the encodings do not have a row for each token.
@@ -65,19 +64,20 @@ def untrained(
             f"explain: the encodings are {encodings.shape}, but the sentence has {len(tokens)} tokens: {shown}\n"
             f"Fix: a row of numbers for each token, ({len(tokens)}, d_model)."
         )
-    note, hidden, position = f"random weights, seed {seed}: untrained; tokens {how}", -math.inf, None
+    cuts = sentence_of(lang, "explain.characters" if "characters" in how else "explain.spaces")
+    note, hidden, position = sentence_of(lang, "explain.random", seed=seed, how=cuts), -math.inf, None
     if encodings is not None:
         module, _ = drawn(encodings.shape[1], 0, seed)
     elif tokens == SENTENCE.split() and seed == SEED and heads <= 2:  # two numbers a token: one head, or two
         module, _ = drawn(2, 0, SEED)
-        position, note, hidden = _positions(3, 2), _NOTE, -1e9
+        position, note, hidden = _positions(3, 2), sentence_of(lang, "explain.worked"), -1e9
         encodings = np.array(ENCODINGS) - position
     else:
         known = list(dict.fromkeys(tokens))
         module, rows = drawn(2 * heads, len(known), seed)
         encodings = rows[[known.index(token) for token in tokens]]  # the same token, the same embedding
         position = _positions(len(tokens), 2 * heads)
-    options: dict[str, Any] = {"position": position, "heads": heads, "head": head, "hidden": hidden}
+    options: dict[str, Any] = {"position": position, "heads": heads, "head": head, "hidden": hidden, "lang": lang}
     explanation = explain(module, encodings, tokens=tokens, mask=mask, **options)
     # The module holds the weights; its own forward has one head, however many are shown.
     steps = tuple(step for step in explanation.steps if step.name != "own output")

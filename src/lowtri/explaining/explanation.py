@@ -25,6 +25,7 @@ from lowtri.pictures.grids import Grid, Panel, beside_one_another, levels, pictu
 from lowtri.pictures.labels import display_width, ruled, shortened, spelled_out
 from lowtri.pictures.pages import html_text, image, json_value, output, page
 from lowtri.pictures.svg import BOLD, fill
+from lowtri.sentences import sentence
 
 PAIRS = (
     "scores",
@@ -39,40 +40,96 @@ _HATCH = "▒"
 _MOST = 12  # rows or columns shown; of more, the first ones and the last
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step: its value, (rows, columns) or (heads, rows, columns), with a label for each row and column.
+class StepText(NamedTuple):
+    """What is written beside the numbers of a step: its name, formula and sentence, and the labels of its rows and columns."""
+
+    name: str
+    formula: str
+    sentence: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    lang: str = "en"
+
+
+class Step(np.ndarray[Any, np.dtype[Any]]):
+    """One step: an array, (rows, columns) or (heads, rows, columns), that notebooks show as a picture.
+
+    Operations on it give plain arrays.
 
     Attributes:
         name: such as ``"scores"`` or ``"weights"``.
         formula: how the value follows from the steps before it; empty for inputs.
         sentence: the same in words.
-        value: the numbers.
+        value: the numbers as a plain array.
         rows, columns: the labels.
         unmasked: the same step without a mask, or None where the mask makes no difference.
+        visible: (Nq, Nk), or (H, Nq, Nk) with several heads; True = may see.
     """
 
-    name: str
-    formula: str
-    sentence: str
-    value: NDArray[Any]
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    unmasked: NDArray[Any] | None = None
+    _text: StepText | None
+    unmasked: NDArray[Any] | None
+    visible: NDArray[np.bool_]
+
+    def __new__(
+        cls, value: NDArray[Any], text: StepText, unmasked: NDArray[Any] | None, visible: NDArray[np.bool_]
+    ) -> Step:
+        step = np.asarray(value).view(cls)
+        step._text, step.unmasked, step.visible = text, unmasked, visible
+        return step
+
+    def __array_finalize__(self, parent: Any) -> None:
+        self._text = getattr(parent, "_text", None)
+        self.unmasked = getattr(parent, "unmasked", None)
+        self.visible = getattr(parent, "visible", np.ones((0, 0), bool))
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        plain = np.asarray(array)
+        return plain[()] if plain.ndim == 0 else plain
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.value[key]
+
+    def __reduce__(self) -> Any:
+        return Step, (self.value, self._text, self.unmasked, self.visible)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.shape
+    def value(self) -> NDArray[Any]:
+        return self.view(np.ndarray)
+
+    @property
+    def name(self) -> str:
+        return self._text.name if self._text else ""
+
+    @property
+    def formula(self) -> str:
+        return self._text.formula if self._text else ""
+
+    @property
+    def sentence(self) -> str:
+        return self._text.sentence if self._text else ""
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return self._text.rows if self._text else ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self._text.columns if self._text else ()
 
     @property
     def hatched(self) -> bool:
         """Whether the cells are pairs of tokens that the mask may hide."""
         return self.name in ("mask", "masked", "weights")
 
+    def _repr_html_(self) -> str | None:
+        if self._text is None or self.ndim not in (2, 3):
+            return None
+        return output("step", [*_section(self, self.visible, self._text.lang)], _STYLE)
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """All steps, in order. ``print`` shows them as tables; ``explanation["weights"].value`` is the array of one step.
+    """All steps, in order. ``print`` shows them as tables; ``explanation["weights"]`` is one step, an array.
 
     Attributes:
         tokens: the tokens of the sentence.
@@ -82,6 +139,7 @@ class Explanation:
         note: how the tokens and the weights were chosen.
         warning: one sentence where a module's own output is not that of the steps, which then end with "own output", or where it
             could not be had; else empty.
+        lang: the language of the sentences.
     """
 
     tokens: tuple[str, ...]
@@ -90,6 +148,7 @@ class Explanation:
     steps: tuple[Step, ...]
     note: str = ""
     warning: str = ""
+    lang: str = "en"
 
     def __getitem__(self, name: str) -> Step:
         for step in self.steps:
@@ -175,17 +234,20 @@ def _head(values: NDArray[Any], h: int) -> NDArray[Any]:
     return values[h] if values.ndim == 3 else values
 
 
-def _tables_of(step: Step, visible: NDArray[np.bool_]) -> Iterator[list[_Table]]:
+def _tables_of(step: Step, visible: NDArray[np.bool_], lang: str) -> Iterator[list[_Table]]:
     """What to show of a step: for each head the tables that belong side by side."""
     heads = len(step.value) if step.value.ndim == 3 else 1
     for h in range(heads):
-        title, allowed = f"head {h}" if heads > 1 else "", _head(visible, h) if step.hatched else None
+        title, allowed = (
+            sentence(lang, "explain.head", h=h) if heads > 1 else "",
+            _head(visible, h) if step.hatched else None,
+        )
         if step.unmasked is None:
             yield [_table(step, title, _head(step.value, h), allowed)]
         else:
             prefix, unmasked = f"{title}, " if title else "", _head(step.unmasked, h)
-            masked = _table(step, f"{prefix}with the mask", _head(step.value, h), allowed)
-            yield [masked, _table(step, f"{prefix}without", unmasked, None)]
+            masked = _table(step, f"{prefix}{sentence(lang, 'explain.with')}", _head(step.value, h), allowed)
+            yield [masked, _table(step, f"{prefix}{sentence(lang, 'explain.without')}", unmasked, None)]
 
 
 def as_text(explained: Explanation, *, width: int = 100, colour: bool = False) -> str:
@@ -200,12 +262,12 @@ def as_text(explained: Explanation, *, width: int = 100, colour: bool = False) -
         styled(bold, f"mask {spelled_out(explained.mask)}"),
         *([spelled_out(explained.note)] if explained.note else []),
     ]
-    lines.append(f"{_HATCH} hidden by the mask: its weight is exactly 0. A plain 0.0000 is visible and counts.")
+    lines.append(f"{_HATCH} {sentence(explained.lang, 'explain.hidden')}")
     for step in explained.steps:
         formula = f" = {step.formula}" if step.formula else ""
         shape = " x ".join(str(n) for n in step.shape)
         lines += ["", f"{styled(bold, step.name)}{formula}{styled(dim, f'   {shape}')}", step.sentence]
-        for together in _tables_of(step, explained.visible):
+        for together in _tables_of(step, explained.visible, explained.lang):
             tables = [_text_table(table) for table in together]
             beside = beside_one_another(tables, " " * 6)
             # No table is ever squeezed: a number that lost its digits says something false. The terminal may wrap long lines.
@@ -294,25 +356,31 @@ def _parts(explained: Explanation, picture: str) -> Iterator[str]:
     if explained.warning:
         yield f'<p class="warning"><strong>{html_text(explained.warning)}</strong></p>'
     note = f'<p class="note">{html_text(explained.note, keep=chr(10))}</p>' if explained.note else ""
-    yield f"<h1>Masked attention, step by step</h1><p>mask <code>{html_text(explained.mask)}</code></p>{note}"
+    title, legend = (sentence(explained.lang, f"explain.{key}") for key in ("title", "legend.hidden"))
+    small, strong = (sentence(explained.lang, f"explain.legend.{key}") for key in ("small", "strong"))
+    yield f"<h1>{title}</h1><p>mask <code>{html_text(explained.mask)}</code></p>{note}"
     yield f'<section class="figure">{picture}</section>'
-    yield '<p class="legend"><span class="key hidden">0</span> hidden by the mask: its weight is exactly 0</p>'
-    yield f'<p class="legend"><span class="key {_weight(0)}>0.0000</span> visible with a small weight: it counts</p>'
+    yield f'<p class="legend"><span class="key hidden">0</span> {legend}</p>'
+    yield f'<p class="legend"><span class="key {_weight(0)}>0.0000</span> {small}</p>'
     yield f'<p class="legend"><span class="key {_weight(0.5)}>0.5000</span> <span class="key {_weight(1)}>1.0000</span>'
-    yield "the greater the weight, the stronger the colour</p>"
+    yield f"{strong}</p>"
     yield '<div class="steps">'
     for step in explained.steps:
-        shape = _shape(step.value)
-        formula = f" = {escape(step.formula)}" if step.formula else ""
-        wide = " wide" if step.unmasked is not None or step.value.ndim == 3 else ""
-        yield f'<section class="figure{wide}{_HUES.get(step.name, "")}">'
-        yield f"<h2>{escape(step.name)}{formula} <small>{shape}</small></h2><p>{escape(step.sentence)}</p>"
-        corner = '<th class="axes">queries ↓ keys →</th>' if step.name in PAIRS else "<th></th>"
-        for together in _tables_of(step, explained.visible):
-            tables = [_html_table(table, corner, step.name == "weights") for table in together]
-            yield "\n".join(['<div class="pair">', *tables, "</div>"])
-        yield "</section>"
+        yield from _section(step, explained.visible, explained.lang)
     yield "</div>"
+
+
+def _section(step: Step, visible: NDArray[np.bool_], lang: str) -> Iterator[str]:
+    """One step: its name and formula, its sentence, and its tables."""
+    formula = f" = {escape(step.formula)}" if step.formula else ""
+    wide = " wide" if step.unmasked is not None or step.ndim == 3 else ""
+    yield f'<section class="figure{wide}{_HUES.get(step.name, "")}">'
+    yield f"<h2>{escape(step.name)}{formula} <small>{_shape(step.value)}</small></h2><p>{escape(step.sentence)}</p>"
+    corner = f'<th class="axes">{sentence(lang, "explain.axes")}</th>' if step.name in PAIRS else "<th></th>"
+    for together in _tables_of(step, visible, lang):
+        tables = [_html_table(table, corner, step.name == "weights") for table in together]
+        yield "\n".join(['<div class="pair">', *tables, "</div>"])
+    yield "</section>"
 
 
 def _html_table(table: _Table, corner: str, shaded: bool) -> str:

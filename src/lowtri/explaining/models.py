@@ -53,9 +53,9 @@ def capture_model(
         tokens=_labels(arguments, row, k.shape[2]),
         rows=rows,
         sentences={
-            "q": f"The queries that the attention of layer {layer} receives in head {head}, of {count} layers and {heads} heads.",
-            "k": f"The keys that it receives: key head {head // group} of {k.shape[1]}.",
-            "v": f"The values that it receives: value head {head // group} of {v.shape[1]}.",
+            "q": ("explain.model.q", {"layer": layer, "head": head, "layers": count, "heads": heads}),
+            "k": ("explain.model.k", {"head": head // group, "heads": k.shape[1]}),
+            "v": ("explain.model.v", {"head": head // group, "heads": v.shape[1]}),
         },
     )
     _read_call(captured, call, row, head)

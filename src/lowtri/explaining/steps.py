@@ -18,40 +18,52 @@ from lowtri.compat.transformers_private import model_inside
 from lowtri.errors import CallError, MaskError
 from lowtri.explaining.agreement import compare
 from lowtri.explaining.capture import Captured, capture_arrays, capture_module, capture_scores
-from lowtri.explaining.explanation import PAIRS, Explanation, Step, number
+from lowtri.explaining.explanation import PAIRS, Explanation, Step, StepText, number, printable
 from lowtri.explaining.models import capture_model
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
 from lowtri.masks.tile import shown
+from lowtri.pictures.labels import split
+from lowtri.sentences import sentence, texts
 
 _MOST_PAIRS = 2**24  # of all heads: tables of 128 MB each
-# name -> formula, sentence. The order is the order of computing.
-_TEXTS = {
-    "tokens": ("", "The sentence as tokens. Each has a position in the sequence, counted from 0."),
-    "embedding": ("", "The numbers of each token by itself, the same at every position."),
-    "position": ("", "The numbers of each position, the same for every token."),
-    "encoding": ("{sum}", "What attention reads: a row for each token."),
-    "q": ("encoding W_q^T", "What each token asks for."),
-    "k": ("encoding W_k^T", "What each token answers to."),
-    "v": ("encoding W_v^T", "What each token hands on when it is looked at."),
-    "scores": ("q k^T", "The dot product of each query (row) with each key (column)."),
-    "scaled": ("{scaled}", "Scaled so that a wider head does not make larger scores."),
-    "capped": ("{softcap} tanh(scaled / {softcap})", "Kept between -{softcap} and {softcap}: the layer's softcap."),
-    "bias": ("", "Added to the scores by the layer: a number for each pair."),
-    "mask": ("", "Who may see whom: a row for each query, a column for each key."),
-    "masked": ("{last} where visible, else {hidden}", "What the mask hides gets the weight 0."),
-    "weights": (
-        "softmax(masked{sink}) along the row",
-        "How much each token looks at each: a row sums to 1 over what it sees.",
-    ),
-    "output": ("weights v", "What each token takes away: the values it looked at, in these proportions."),
-    "joined": ("heads side by side", "The heads' outputs, one after the other in each row."),
-    "own output": ("", "What the module itself returned for these inputs; it is not the output above."),
+_FORMULAS = {  # of each step, in the order of computing; its sentence is that of lowtri.sentences
+    "tokens": "",
+    "embedding": "",
+    "position": "",
+    "encoding": "{sum}",
+    "W_q^T": "",
+    "W_k^T": "",
+    "W_v^T": "",
+    "b_q": "",
+    "b_k": "",
+    "b_v": "",
+    "q": "encoding W_q^T",
+    "k": "encoding W_k^T",
+    "v": "encoding W_v^T",
+    "scores": "q k^T",
+    "scaled": "{scaled}",
+    "capped": "{softcap} tanh(scaled / {softcap})",
+    "bias": "",
+    "mask": "",
+    "masked": "{last} where visible, else {hidden}",
+    "weights": "softmax(masked{sink}) along the row",
+    "output": "weights v",
+    "joined": "heads side by side",
+    "own output": "",
 }
-for _name in ("queries", "keys", "values"):
-    _weight = f"The weight of the map to {_name}, transposed: a row for each number of the encoding."
-    _TEXTS[f"W_{_name[0]}^T"] = ("", _weight)
-    _TEXTS[f"b_{_name[0]}"] = ("", f"The bias of the map to {_name}, added to each row.")
+_NAMES = {"q": "queries", "k": "keys", "v": "values"}
+
+
+def _sentence(name: str, captured: Captured, lang: str, words: dict[str, str]) -> str:
+    """What a step is, in words."""
+    if name in captured.sentences:
+        key, values = captured.sentences[name]
+        return sentence(lang, key, **values)
+    if name.startswith(("W_", "b_")):
+        key = "explain.map" if name.startswith("W_") else "explain.offset"
+        return sentence(lang, key, name=sentence(lang, f"explain.{_NAMES[name[2]]}"))
+    return sentence(lang, "explain.own" if name == "own output" else f"explain.{name}", **words)
 
 
 def explain(
@@ -60,14 +72,15 @@ def explain(
     *,
     scores: Any = None,
     values: Any = None,
-    tokens: Sequence[str] | None = None,
+    tokens: Sequence[str] | str | None = None,
     mask: Mask | str | None = None,
     position: Any = None,
-    heads: int = 1,
+    heads: int | None = None,
     layer: int = 0,
     head: int | None = None,
     batch: int | None = None,
     hidden: float = -math.inf,
+    lang: str = "en",
 ) -> Explanation:
     """Every step of masked attention, with numbers.
 
@@ -99,7 +112,8 @@ def explain(
             the arguments of its forward, such as what a tokenizer returns, with the attention_mask of padding.
         scores: instead of ``what``: scores as softmax takes them, after any scaling, (Nq, Nk), (H, Nq, Nk) or
             (B, H, Nq, Nk). Only mask and softmax are shown, and with ``values`` (Nk, D) also the output.
-        tokens: a label for each token; by default their positions or ids.
+        tokens: a label for each token, as a list, or as one text that is cut at spaces, and by characters where its script has no
+            spaces; by default their positions or ids.
         mask: which query may see which key; by default the module's own mask. A model of transformers must be switched to take one.
         position: (N, d_model) to add to ``inputs``, which are then the embeddings.
         heads: the number of heads into which a module with W_q, W_k and W_v is split.
@@ -107,6 +121,7 @@ def explain(
         head: show this head only; for a model, which always shows one head, the default is the first.
         batch: which row of a batch; by default the first, and a note says so.
         hidden: how a hidden score is written, -inf or a number like -1e9. Its weight is exactly 0 either way.
+        lang: the language of the sentences, "en", "id", "th" or "zh".
 
     Raises:
         CallError: if the shapes do not fit, there is no such layer, head or batch row, or a model's attention cannot be read: an
@@ -114,6 +129,7 @@ def explain(
         MaskError: for arrays without a mask, and for a mask with other batch rows than the arrays.
     """
     _check_hidden(hidden)
+    texts(lang, "explain")
     if scores is not None or values is not None:
         if what is not None or scores is None:
             raise CallError(
@@ -123,7 +139,7 @@ def explain(
     elif isinstance(what, tuple | list):
         captured = capture_arrays(what, batch)
     elif (model := model_inside(what)) is not None:
-        if position is not None or heads != 1:
+        if position is not None or heads is not None:
             raise CallError("explain: position and heads are for a module with W_q, W_k and W_v. Fix: leave them out.")
         captured = capture_model(model, inputs, layer=layer, head=head, mask=mask, batch=batch)
         mask, head = None, None  # both are in what was captured
@@ -156,10 +172,6 @@ def explain(
     steps = {"tokens": np.arange(nk)[:, None], **steps}
     words = {"hidden": number(hidden), "sum": "embedding + position" if "position" in steps else ""}
     words |= _words(captured, result, steps)
-    texts = dict(_TEXTS)
-    for name in {*captured.formulas, *captured.sentences}:
-        formula, sentence = texts.get(name, ("", ""))
-        texts[name] = (captured.formulas.get(name, formula), captured.sentences.get(name, sentence))
     shown = []
     for name, value in steps.items():
         if name.startswith("W_"):  # a row for each number of the encoding
@@ -168,11 +180,12 @@ def explain(
             rows = ("bias",) if name.startswith("b_") else labels[nk - value.shape[-2] :]
         columns = labels if name in PAIRS else ("position",) if name == "tokens" else _numbered(value.shape[-1])
         without = _alone(unmasked[name]) if name in unmasked else None
-        formula, sentence = (text.format(**words) for text in texts[name])
-        shown.append(Step(name, formula, sentence, _alone(value), rows, columns, without))
+        formula = captured.formulas.get(name, _FORMULAS[name]).format(**words)
+        about = StepText(name, formula, _sentence(name, captured, lang, words), rows, columns, lang)
+        shown.append(Step(_alone(value), about, without, _alone(visible)))
     notes = [f"Batch row {batch or 0} of {captured.rows}."] if captured.rows > 1 else []
     notes += [*captured.notes, *([agreement.note] if agreement.note else [])]
-    return Explanation(labels, repr(allowed), _alone(visible), tuple(shown), " ".join(notes), agreement.warning)
+    return Explanation(labels, repr(allowed), _alone(visible), tuple(shown), " ".join(notes), agreement.warning, lang)
 
 
 def _check_hidden(hidden: Any) -> None:
@@ -271,12 +284,16 @@ def _numbered(n: int) -> tuple[str, ...]:
     return tuple(str(i) for i in range(n))
 
 
-def _labels(tokens: Sequence[str] | None, n: int) -> tuple[str, ...]:
+def _labels(tokens: Sequence[str] | str | None, n: int) -> tuple[str, ...]:
     if tokens is None:
         return _numbered(n)
+    how = ""
+    if isinstance(tokens, str):
+        tokens, how = split(tokens)
     if not isinstance(tokens, Iterable):
         raise CallError(f"explain: tokens is {tokens!r:.60}; expected one label for each key. Fix: a list of texts.")
     tokens = list(tokens)
     if len(tokens) != n:
-        raise CallError(f"explain: {len(tokens)} tokens for {n} keys. Fix: one label for each key.")
+        shown = f", {how}: {' | '.join(map(printable, tokens[:8]))}{' | ...' * (len(tokens) > 8)}" if how else ""
+        raise CallError(f"explain: {len(tokens)} tokens for {n} keys{shown}.\nFix: a list with one label for each key.")
     return tuple(str(token) for token in tokens)

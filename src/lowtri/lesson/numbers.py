@@ -27,6 +27,12 @@ def stored(name: str) -> dict[str, Any]:
     return content
 
 
+def models(language: str) -> dict[str, dict[str, Any]]:
+    """The two models that run in the page of a language: trained with the mask ("causal"), and without it ("full")."""
+    folder = assets() / "models"
+    return {mask: json.loads((folder / f"{language}-{mask}.json").read_text("utf-8")) for mask in ("causal", "full")}
+
+
 @cache
 def computed() -> dict[str, Any]:
     """The data of the page's figures, the same for every language of one process."""
@@ -116,10 +122,17 @@ def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], floa
 def in_texts(language: str = "en") -> dict[str, str]:
     """Every number that the texts name, written out, with the decimal sign of the language."""
     decimal = DECIMALS.get(language, ".")
-    plain = ("version", "cpu", "date", "torch", "shape")  # names, and not numbers
-    return {
-        name: text if name.endswith(plain) else text.replace(".", decimal) for name, text in _written_numbers().items()
+    trained = models(language)["causal"]["measured"]
+    values = _written_numbers() | {
+        "live_entropy": f"{trained['losses']['entropy']:.3f}",
+        "live_parameters": str(trained["parameters"]),
+        "live_steps": str(trained["steps"]),
+        "live_steps_full": str(models(language)["full"]["measured"]["steps"]),
+        "live_date": trained["date"],
+        "live_cpu": trained["cpu"],
     }
+    plain = ("version", "cpu", "date", "torch", "shape")  # names, and not numbers
+    return {name: text if name.endswith(plain) else text.replace(".", decimal) for name, text in values.items()}
 
 
 def _written_numbers() -> dict[str, str]:

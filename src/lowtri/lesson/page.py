@@ -11,15 +11,15 @@ from typing import Any
 
 from lowtri.files import write_text, writing
 from lowtri.lesson.languages import DECIMALS, JOINTS, LANGUAGES, assets, filled, markup, texts
-from lowtri.lesson.numbers import computed, in_texts
+from lowtri.lesson.numbers import computed, in_texts, models
 from lowtri.pictures.pages import html_document, json_value, shared_style
 from lowtri.pictures.svg import declared
 
 SCRIPTS = (
-    *("base", "masks", "attention", "matrix", "equations", "workbench", "steps", "figures", "measured", "quiz"),
-    *("address", "page"),
+    *("base", "masks", "attention", "matrix", "equations", "workbench", "steps", "figures", "flow", "measured", "quiz"),
+    *("decoder", "livemap", "live", "address", "page"),
 )
-_LIVE = ("arcs", "bench", "maps", "cache", "patterns")  # figures whose program the scripts write
+_LIVE = ("arcs", "bench", "shapes", "maps", "cache", "patterns")  # figures whose program the scripts write
 SENTENCES = ("cat", "forcing", "nlp", "long")
 _FORBIDS_NETWORK = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _HEAD = f'<meta http-equiv="Content-Security-Policy" content="{_FORBIDS_NETWORK}"><link rel="icon" href="data:,">'
@@ -48,19 +48,23 @@ def lesson_page(language: str = "en") -> str:
     numbers = in_texts(language)
     written = {key: filled(text, numbers) for key, text in words.items()}
     example = written["sentence.example"].split(" ")
+    written["flow.p1"] = filled(written["flow.p1"], {"t": str(len(example))})
     written["sentence.start"] = JOINTS.get(language, " ").join(example)
     code = programs(language)
     sections = [path.read_text(encoding="utf-8") for path in sorted((assets() / "sections").iterdir())]
     body = "\n".join(_section(section, written, code) for section in sections)
+    for name, picture in _pictures(written["sentence.cat"].split(" "), example).items():
+        body = body.replace(f"<!-- picture: {name} -->", f"<noscript>{picture}</noscript>")
     sentences: dict[str, Any] = {name: written[f"sentence.{name}"].split(" ") for name in SENTENCES}
     data = computed() | {
-        "texts": written,
+        "texts": {key: text for key, text in written.items() if not key.startswith(("explain.", "notebook."))},
         "sentences": sentences | {"example": example, "start": written["sentence.start"]},
         "language": LANGUAGES[language],
         "decimal": DECIMALS.get(language, "."),
         # What the page cuts a sentence into that is written without spaces; the longest first.
         "words": sorted({*example, *written["bench.words"].split(" "), *sentences["cat"]}, key=len, reverse=True),
         "programs": {name: code[name] for name in ("smollm2", "whisper")},
+        "models": models(language),
     }
     page = [
         "<body>",
@@ -69,13 +73,15 @@ def lesson_page(language: str = "en") -> str:
         *_contents(body, written),
         f'<main id="main"><header class="hero"><h1>{markup(written["hero.title"])}</h1>'
         f"<p>{markup(written['hero.lead'])}</p></header>",
+        f'<noscript><p class="lead">{escape(written["nojs"])}</p></noscript>',
         body,
         "</main></div>",
         f'<script type="application/json" id="lesson-data">{_json(data)}</script>',
         *(f"<script>{_file('script', f'{name}.js')}</script>" for name in SCRIPTS),
         "</body>",
     ]
-    return html_document(written["title"], _style(), "\n".join(page), LANGUAGES[language], _HEAD)
+    head = f"{_HEAD}<noscript><style>{_file('style', 'no-scripts.css')}</style></noscript>"
+    return html_document(written["title"], _style(), "\n".join(page), LANGUAGES[language], head)
 
 
 def programs(language: str = "en") -> dict[str, str]:
@@ -85,6 +91,17 @@ def programs(language: str = "en") -> dict[str, str]:
         path.stem: re.sub(r"\{\{([\w.]+)\}\}", lambda match: words[match[1]], path.read_text(encoding="utf-8").strip())
         for path in sorted((assets() / "programs").iterdir())
     }
+
+
+def _pictures(words: list[str], example: list[str]) -> dict[str, str]:
+    """What is seen of the first figures where scripts are off: who sees whom, and the steps of the worked example."""
+    from lowtri.explaining.example import ENCODINGS, drawn
+    from lowtri.explaining.steps import explain
+    from lowtri.pictures.masks import svg
+
+    module, _ = drawn(2, 0, 42)
+    steps = explain(module, ENCODINGS, tokens=example, mask="causal")
+    return {"arcs": svg("causal", len(words), tokens=words), "bench": steps.to_svg()}
 
 
 def _section(html: str, written: dict[str, str], code: dict[str, str]) -> str:
@@ -136,7 +153,8 @@ def _style() -> str:
         f"@media (prefers-color-scheme: dark) {{ :root {{ {declared('dark')} }} }}",
     ]
     chosen = [f":root[data-theme={theme}] {{ {declared(theme)} }}" for theme in ("light", "dark")]
-    return "\n".join([*system, *chosen, shared_style(":root"), _file("style", "lesson.css")])
+    paper = f"@media print {{ :root:root:root {{ {declared('light')} }} }}"  # whatever the screen shows
+    return "\n".join([*system, *chosen, paper, shared_style(":root"), _file("style", "lesson.css")])
 
 
 def _file(folder: str, name: str) -> str:

@@ -77,7 +77,6 @@
     Lesson.data = JSON.parse(document.getElementById("lesson-data").textContent);
     Lesson.address.theme();
     buttons();
-    tables();
     const bench = () => {
       Lesson.bench = new Lesson.Workbench(document.getElementById("bench"));
       Lesson.walk = new Lesson.Walk(Lesson.bench);
@@ -91,6 +90,7 @@
     Lesson.ready = [first, bench, ...others].reduce((before, figure) => before.then(() => task(figure)), painted).then(() => {
       const target = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
       if (target) target.scrollIntoView(); // figures above it have grown since the browser went there
+      tables();
       contents();
       Lesson.address.write();
     });

@@ -1,0 +1,262 @@
+"""The models that run in the page: their arithmetic held to torch's, their losses to what they claim, their figure to its sentences."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from browser import Browser, Page, chromium
+
+from lowtri.lesson.languages import LANGUAGES, assets, texts
+from lowtri.lesson.numbers import models
+from lowtri.lesson.page import write_lesson
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
+
+from lesson_model.storage import packed, round_weights, unpacked  # noqa: E402
+from lesson_model.stories import Stories  # noqa: E402
+from lesson_model.training import Recipe, Rows, loss, stepwise_loss, trained  # noqa: E402
+
+MASKS = ("causal", "full")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node: apt-get install nodejs")
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_javascript_computes_what_torch_computes(language: str) -> None:
+    stored = models(language)
+    text = "".join(texts(language)["live.begin"].split("|"))
+    scripts = "".join((assets() / "script" / f"{name}.js").read_text("utf-8") for name in ("base", "decoder"))
+    program = f"""{scripts}
+        const stored = {json.dumps(stored)}, d = Lesson.decoder, found = [];
+        for (const name of ["causal", "full"]) for (const masked of [true, false]) {{
+          const model = d.load(stored[name]), ids = d.encode(model, {json.dumps(text)}).slice(0, model.context);
+          const out = d.forward(model, ids, masked);
+          found.push([name, masked, ids, out.logits.map((r) => [...r]), out.attention[1][0].map((r) => [...r])]);
+        }}
+        console.log(JSON.stringify(found));"""
+    done = subprocess.run([shutil.which("node") or "", "-"], input=program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for name, masked, ids, logits, attention in json.loads(done.stdout):
+        model = unpacked(stored[name])
+        assert len(ids) > 15 and "".join(stored[name]["characters"][i] for i in ids) == text[: len(ids)]
+        with torch.no_grad():
+            expected = model(torch.tensor([ids]), mask="causal" if masked else "full")[0]
+        assert torch.allclose(torch.tensor(logits), expected, rtol=0, atol=1e-3), (name, masked)
+        weights = torch.tensor(attention)
+        assert torch.allclose(weights.sum(1), torch.ones(len(ids)), atol=1e-5)
+        assert not masked or bool((weights.triu(1) == 0).all())
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_losses_in_the_page_are_those_of_the_weights(language: str) -> None:
+    """With the mask both ways agree and no model beats the entropy; without it the model copies, and cannot write."""
+    found = {}
+    for mask in MASKS:
+        stored = models(language)[mask]
+        assert stored["mask"] == mask
+        text, entropy = Stories(language).text(60_000, seed=2)
+        held = Rows(text, stored["characters"], stored["context"]).draw(
+            48, torch.Generator().manual_seed(1), stories=1.0
+        )
+        losses = stored["measured"]["losses"]
+        model = unpacked(stored)
+        with torch.no_grad():
+            assert float(loss(model, held)) == pytest.approx(losses["validation"], abs=2e-4)
+            if mask == "causal":
+                assert float(stepwise_loss(model, held[:4])) == pytest.approx(float(loss(model, held[:4])), abs=1e-4)
+        assert entropy == pytest.approx(losses["entropy"], abs=1e-4)
+        found[mask] = losses
+    causal, full = found["causal"], found["full"]
+    assert causal["stepwise"] == pytest.approx(causal["validation"], abs=1e-3)
+    assert causal["entropy"] - 0.02 < causal["validation"] < causal["entropy"] + 0.25 < causal["uniform"]
+    assert full["validation"] < 0.05 < causal["entropy"] < causal["uniform"] < full["stepwise"]
+
+
+def test_the_first_weights_and_rows_are_the_same_with_and_without_the_mask() -> None:
+    def first(mask: str) -> dict[str, Any]:
+        return trained(Recipe("en", mask, steps=0), note=lambda line: None)
+
+    causal, full = first("causal"), first("full")
+    assert causal["int8"] == full["int8"] and causal["float32"] == full["float32"]
+    again = unpacked(causal)
+    exact = packed(again, causal["characters"], {})
+    assert exact["int8"] == causal["int8"], "rounded weights stay as they are"
+    assert len(round_weights(again)[0]) == len(exact["int8"]) * 3 // 4
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_stories(language: str) -> None:
+    """Every field has its list; a story has other words for other numbers; its entropy is that of its draws."""
+    stories = Stories(language)
+    content = json.dumps([stories.patterns], ensure_ascii=False)
+    names = {name for name, _ in re.findall(r"\{([a-z]+)(\d?)", content)}
+    assert names <= set(stories.lists) and set(stories.lists) <= names
+    dice = random.Random(0)
+    for _ in range(300):
+        story, nats = stories.draw(dice)
+        assert "{" not in story and "  " not in story and story.endswith("\n") and nats > math.log(3)
+    text, entropy = stories.text(5000, seed=3)
+    assert text == stories.text(5000, seed=3)[0] and 0.1 < entropy < 1
+    for start in texts(language)["live.begin"].split("|"):
+        unknown = set(start) - set(models(language)["causal"]["characters"])
+        assert not unknown, "the page's own sentences use characters that the models have read"
+
+
+if chromium() is None:
+    pytest.skip("no browser: apt-get install chromium", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module", params=LANGUAGES)
+def page(request: pytest.FixtureRequest, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    path = write_lesson(tmp_path_factory.mktemp("live") / "page.html", request.param)
+    page = browser.open_lesson(path, width=1200)
+    page.language = request.param  # type: ignore[attr-defined]
+    yield page
+    assert page.problems() == []
+    page.close()
+
+
+def said(page: Page, key: str, **values: object) -> str:
+    content = texts(page.language)[key]  # type: ignore[attr-defined]
+    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), content)
+
+
+def click(page: Page, selector: str) -> None:
+    page.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+
+def note(page: Page, name: str) -> str:
+    return str(page.run(f"document.querySelector('#live [data-note=live-{name}]').textContent"))
+
+
+def settle(page: Page) -> None:
+    """Until each prefix is computed, and what was asked for is written."""
+    page.run(
+        "(async () => { const n = (x) => document.querySelector(`#live [data-note=live-${x}]`).textContent;"
+        "for (let i = 0; i < 400 && (n('stepwise') === '…' || Lesson.live.writing); i++)"
+        "  await new Promise((done) => setTimeout(done, 25)) })()"
+    )
+
+
+def test_the_two_models_and_the_mask(page: Page) -> None:
+    n = page.run("Lesson.live.ids.length") - 1
+    for model in MASKS:
+        click(page, f"#live [data-model={model}]")
+        settle(page)
+        masked = model == "causal"
+        assert page.run("document.getElementById('live-mask').checked") is masked, "as it was trained"
+        assert note(page, "state") == said(page, f"live.{model}.{'on' if masked else 'off'}")
+        assert note(page, "leak") == said(page, "live.leak", changed=0 if masked else n, n=n)
+        same = note(page, "atonce") == note(page, "stepwise")
+        assert same is masked, "all at once and one at a time agree under the mask alone"
+        peeks = page.run("document.querySelectorAll('#live .thumbs .peeks').length")
+        assert (peeks == 0) is masked and (said(page, "live.peek").split("{")[0] in note(page, "map")) is not masked
+        click(page, "#live-mask")
+        settle(page)
+        assert note(page, "state") == said(page, f"live.{model}.{'off' if masked else 'on'}")
+    click(page, "#live [data-model=causal]")
+
+
+def test_writing(page: Page) -> None:
+    value = "document.getElementById('live-text').value"
+    own = page.run(value)
+    click(page, "#live [data-live=one]")
+    assert page.run(f"[...{value}].length") == len(own) + 1 and page.run(value).startswith(own)
+    click(page, "#live [data-live=back]")
+    assert page.run(value) == own
+    click(page, "#live .next li:nth-of-type(2) button")
+    second = page.run(value)
+    assert len(second) == len(own) + 1
+    click(page, "#live [data-live=many]")
+    settle(page)
+    written = page.run(value)
+    room = page.run("Lesson.live.limit")
+    assert len(written) == min(len(second) + 40, room) and written.startswith(second)
+    click(page, "#live [data-place=starts] button:nth-of-type(2)")
+    assert page.run(value) == said(page, "live.begin").split("|")[1]
+    click(page, "#live [data-place=starts] button:nth-of-type(1)")
+
+
+def test_temperature(page: Page) -> None:
+    first = "parseFloat(document.querySelector('#live .next span').textContent.replace(',', '.'))"
+    shares = []
+    for degrees in (0.1, 2, 0.5):
+        page.run(
+            f"(() => {{ const e = document.getElementById('live-temperature'); e.value = {degrees};"
+            "e.dispatchEvent(new Event('input')) })()"
+        )
+        shares.append(page.run(first))
+    assert shares[0] > shares[2] > shares[1], "a low temperature favours the likeliest"
+
+
+def test_all_write_from_the_same_start(page: Page) -> None:
+    click(page, "#live [data-live=both]")
+    page.run(
+        "(async () => { for (let i = 0; i < 400; i++) { const all = [...document.querySelectorAll('#live .written pre > span')];"
+        "if (all.length === 3 && all.every((s) => [...s.textContent].length >= 35)) return;"
+        "await new Promise((done) => setTimeout(done, 25)) } })()"
+    )
+    found = page.run("[...document.querySelectorAll('#live .written pre > span')].map((s) => s.textContent)")
+    assert len(found) == 3 and len(set(found)) == 3
+    content = Stories(page.language)  # type: ignore[attr-defined]
+    known, _ = content.text(200_000, seed=1)
+    trigrams = [sum(text[i : i + 3] in known for i in range(len(text) - 2)) / (len(text) - 2) for text in found]
+    assert trigrams[0] > 0.9 > trigrams[1], "what the copier writes is not text"
+
+
+def test_what_the_models_never_read(page: Page) -> None:
+    page.run(
+        "(() => { const e = document.getElementById('live-text'); e.value = 'É☃'; e.dispatchEvent(new Event('input')) })()"
+    )
+    assert note(page, "text") == said(page, "live.unknown", characters="é ☃")
+    assert page.run("document.querySelector('#live [data-live=one]').disabled")
+    click(page, "#live [data-place=starts] button:nth-of-type(1)")
+    assert note(page, "text") == said(page, "live.note")
+
+
+def test_the_whole_way_opens_into_the_steps(page: Page) -> None:
+    tokens = page.run("Lesson.data.sentences.example.length")
+    for stage, shape, walk in (("mask", f"(1, {tokens}, {tokens})", "walk.masked.1"), ("values", "", "walk.output.1")):
+        click(page, f"[data-stage={stage}]")
+        assert shape in page.run("document.querySelector('#flow-figure .shape').textContent")
+        assert page.run("document.querySelector('#flow-figure .says').textContent") in re.sub(
+            r"\[[qkvw]:([^\]]+)\]", r"\1", said(page, f"flow.{stage}.p")
+        )
+        click(page, "#flow-figure [data-action=open]")
+        assert page.run("document.querySelector('[data-note=walk]').textContent") == said(page, walk)
+    click(page, "[data-walk=start]")
+    click(page, "[data-stage=words]")
+    assert page.run("document.querySelector('#flow-figure [data-action=open]').hidden")
+
+
+def test_the_shapes_are_those_of_the_program(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("b", 3), ("h", 4), ("t", 6), ("d", 3)):
+        page.run(
+            f"(() => {{ const e = document.getElementById('shapes-{name}'); e.value = {value};"
+            "e.dispatchEvent(new Event('input')) })()"
+        )
+    exec(page.run("document.querySelector('[data-python=shapes] code').textContent"), {})
+    printed = re.findall(r"\([\d, ]+\)", capsys.readouterr().out)
+    shown = page.run("[...document.querySelectorAll('#shapes-figure .stack code')].map((c) => c.textContent)")
+    assert printed == ["(1, 1, 6, 6)", "(3, 4, 6, 6)", "(3, 4, 6, 3)"] == shown[2:]
+    assert page.run("document.querySelector('#shapes-figure .says').textContent") == said(
+        page, "shapes.says", t=6, n=12
+    )
