@@ -48,8 +48,8 @@ def find(
     Args:
         positions: None for the default, (q_positions, k_positions) of a user, or the checked positions of a cache, of which k and v
             are the buffers.
-        options: the mask, and scale, softcap, dropout, return_weights, return_lse, engine and
-            return_received of :func:`lowtri.attention`.
+        options: the mask, and scale, softcap, dropout, return_weights, return_lse, engine and return_received of
+            :func:`lowtri.attention`.
     """
     try:
         if type(q) is np.ndarray:
@@ -71,11 +71,8 @@ def find(
             if ready is not None:
                 return ready, signature
         known = calls.get(signature)
-    except (
-        TypeError,
-        RuntimeError,
-    ):  # an argument without a hash, a tensor without strides: the checks of the call say what it is
-        return None, None
+    except (TypeError, RuntimeError):
+        return None, None  # an argument without a hash, a tensor without strides: the checks of the call say what it is
     if known is not None:
         known.last_use = next(_clock)
     return known, signature
