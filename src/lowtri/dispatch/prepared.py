@@ -142,6 +142,7 @@ class CachedCall:
         by_name: the backend was requested by name: inputs with NaN, inf or huge numbers are then not sent to another one.
         plain: a function of the tensors q, k and v that gives what the user gets, if nothing else is read or returned.
         newest: where the call serves any keys, those of the last run, and the call at these.
+        with_lse: the same call with its log-sum-exp, once a program has asked for it.
         last_use: when it was last looked up; the cache evicts the call that has waited longest.
     """
 
@@ -153,6 +154,7 @@ class CachedCall:
     differentiates: bool
     plain: Run | None
     newest: Any = None
+    with_lse: CachedCall | None = None
     last_use: int = 0
 
     @property
