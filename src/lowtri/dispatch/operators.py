@@ -281,16 +281,26 @@ def _tensor(array: Any) -> Any:
     return torch.as_tensor(array if isinstance(array, np.ndarray) else list(array))
 
 
-@torch.library.custom_op("lowtri::attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
-def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+# Defined in a library, since torch.library.custom_op takes some 20 us more for each call.
+_LIBRARY = torch.library.Library("lowtri", "DEF")
+_LIBRARY.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor)", tags=[torch.Tag.pt2_compliant_tag])
+_LIBRARY.define(
+    f"attention_backward(Tensor d_output, Tensor d_lse, Tensor output, Tensor lse, bool[] wanted, {_ARGUMENTS}) -> Tensor[]",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, *rest: Any) -> tuple[Tensor, Tensor]:
     """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is inf where neither the caller nor the backward needs it."""
+    mask, options, bias_kind = _read(*rest)
+    options = options._replace(bias=unpacked_bias(bias, bias_kind), sinks=sinks)
     with without_autocast(autocast_device(q)):
-        ready, inputs = _prepared(q, k, v, *rest)
-        if (
-            ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse
-        ):  # the gradients need it
-            rest = (*rest[:-2], True, ready.backend)
-            ready, inputs = _prepared(q, k, v, *rest)
+        ready, inputs = prepared_call(q, k, v, mask, options)
+        if ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse:
+            if ready.with_lse is None:  # the gradients need it
+                options = options._replace(return_lse=True, engine=ready.backend)
+                ready.with_lse, inputs = prepared_call(q, k, v, mask, options)
+            ready = ready.with_lse
         result = ready.run(inputs)
     restore = ready.call.restore
     if result.lse is None:
@@ -300,8 +310,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Ten
     return restore(result.output).contiguous(), lse.contiguous()
 
 
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     if exports_to_onnx():
         raise CallError(
             "attention: torch.onnx.export got a program that was exported before, with lowtri's operator, which ONNX lacks.\n"
@@ -310,12 +319,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_wide(q))
 
 
-@torch.library.custom_op(
-    "lowtri::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor d_output, Tensor d_lse, Tensor output, Tensor lse, bool[] wanted, {_ARGUMENTS}) -> Tensor[]",
-)
-def _backward(
+def _run_backward(
     d_output: Tensor, d_lse: Tensor, output: Tensor, lse: Tensor, wanted: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
     """The gradients of those of q, k, v, bias and sinks that are ``wanted``."""
@@ -328,8 +332,7 @@ def _backward(
     return [d.contiguous() for d in grads if d is not None]
 
 
-@_backward.register_fake
-def _(
+def _fake_backward(
     d_output: Tensor, d_lse: Tensor, output: Tensor, lse: Tensor, wanted: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
     inputs = (x for x, want in zip(arguments[:5], wanted, strict=True) if want)
@@ -354,13 +357,23 @@ def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     return (*(next(grads) if want else None for want in wanted), None, of_arrays, *[None] * 8)
 
 
-_attention.register_autograd(_gradients, setup_context=_keep)
+def _refuse_second_gradients(ctx: Any, *d_gradients: Any) -> Any:
+    raise RuntimeError(
+        "lowtri.attention_backward: a compiled program has no gradients of gradients.\n"
+        "Fix: the function without torch.compile, where the formula gives them."
+    )
 
 
-def _prepared(q: Any, k: Any, v: Any, bias: Any, sinks: Any, *rest: Any) -> tuple[CachedCall, Inputs]:
-    """The prepared call for the operator's arguments, in their order."""
-    mask, options, bias_kind = _read(*rest)
-    return prepared_call(q, k, v, mask, options._replace(bias=unpacked_bias(bias, bias_kind), sinks=sinks))
+for _name, _implementation, _shapes in (
+    ("attention", _run, _fake),
+    ("attention_backward", _run_backward, _fake_backward),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lowtri::{_name}", _shapes, lib=_LIBRARY)
+torch.library.register_autograd("lowtri::attention", _gradients, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd("lowtri::attention_backward", _refuse_second_gradients, lib=_LIBRARY)
+_attention: Any = torch.ops.lowtri.attention.default
+_backward: Any = torch.ops.lowtri.attention_backward.default
 
 
 def _read(

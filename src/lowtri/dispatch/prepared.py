@@ -48,8 +48,8 @@ def find(
     Args:
         positions: None for the default, (q_positions, k_positions) of a user, or the checked positions of a cache, of which k and v
             are the buffers.
-        options: the mask, and scale, softcap, dropout, return_weights, return_lse, engine and
-            return_received of :func:`lowtri.attention`.
+        options: the mask, and scale, softcap, dropout, return_weights, return_lse, engine and return_received of
+            :func:`lowtri.attention`.
     """
     try:
         if type(q) is np.ndarray:
@@ -71,11 +71,8 @@ def find(
             if ready is not None:
                 return ready, signature
         known = calls.get(signature)
-    except (
-        TypeError,
-        RuntimeError,
-    ):  # an argument without a hash, a tensor without strides: the checks of the call say what it is
-        return None, None
+    except (TypeError, RuntimeError):
+        return None, None  # an argument without a hash, a tensor without strides: the checks of the call say what it is
     if known is not None:
         known.last_use = next(_clock)
     return known, signature
@@ -145,6 +142,7 @@ class CachedCall:
         by_name: the backend was requested by name: inputs with NaN, inf or huge numbers are then not sent to another one.
         plain: a function of the tensors q, k and v that gives what the user gets, if nothing else is read or returned.
         newest: where the call serves any keys, those of the last run, and the call at these.
+        with_lse: the same call with its log-sum-exp, once a program has asked for it.
         last_use: when it was last looked up; the cache evicts the call that has waited longest.
     """
 
@@ -156,6 +154,7 @@ class CachedCall:
     differentiates: bool
     plain: Run | None
     newest: Any = None
+    with_lse: CachedCall | None = None
     last_use: int = 0
 
     @property
