@@ -325,19 +325,19 @@ BACKWARD = Abi(
     "packed_states",
 )
 
-# weights, in the dtype of the arrays, and received, in the compute dtype, are packed and start at 0. A task has one of ``parts`` of the
-# key tiles.
+# weights, in the dtype of the arrays or, if ``wide`` is not 0, in the compute dtype, and received, in the compute dtype, are packed;
+# received starts at 0. A task has one of ``parts`` of the key tiles.
 WEIGHTS = Abi(
     "weights",
     ("q", "k", "lse", "lse_low", "bias", "weights", "received"),
-    {"parts": np.int64, **_SIZES, **_INPUTS, "plan": PLAN, "options": OPTIONS, "dropout": DROPOUT},
+    {"parts": np.int64, "wide": np.int64, **_SIZES, **_INPUTS, "plan": PLAN, "options": OPTIONS, "dropout": DROPOUT},
     _weights,
 )
 
 # visible is the address of a table of bytes (B or 1, Hq or 1, Nq, Nk), 0 if all of it is visible. Keys before first_key are hidden.
 DECODE = Abi(
     "decode",
-    ("q", "k", "v", "o", "lse", "bias", "sinks"),
+    ("q", "k", "v", "o", "lse", "lse_low", "bias", "sinks"),
     {"parts": np.int64, "first_key": np.int64, **_SIZES, **_INPUTS}
     | {"visible": np.int64, "visible_strides": _integers("b", "h"), "options": OPTIONS},
     _decode,

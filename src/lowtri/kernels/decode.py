@@ -61,7 +61,7 @@ from lowtri.kernels.simd import (
     sums_of_pairs,
     write,
 )
-from lowtri.kernels.tiles import LN2, LOG2E, apply_softcap, to_log2
+from lowtri.kernels.tiles import LN2, LOG2E, apply_softcap, times_log2e, to_log2
 
 BLOCK = 4  # queries that share each row that is read; a shorter block repeats its last query
 LANES = 16
@@ -540,7 +540,11 @@ def merge_parts(call, b, kv, spec):
         query = (b * call.heads + h) * nq + i
         round_row(sums, dv, factor, call.o + spec.input_bytes * query * dv, spec)
         if call.lse:
-            write(call.lse + 4 * query, greatest * as_number(LN2, spec) + np.log(total) if total != 0 else ninf, spec)
+            lse = greatest * as_number(LN2, spec) + np.log(total) if total != 0 else ninf
+            write(call.lse + 4 * query, lse, spec)
+            if call.lse_low:
+                low = greatest - times_log2e(lse, spec) + np.log2(total) if total != 0 else as_number(0.0, spec)
+                write(call.lse_low + 4 * query, low, spec)
 
 
 def decode(call):

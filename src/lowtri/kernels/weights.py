@@ -27,8 +27,10 @@ from lowtri.kernels.simd import (
     select_greater,
     splat,
     store,
+    store_input,
     sub,
     write,
+    write_input,
 )
 from lowtri.kernels.spec import QUERIES
 
@@ -77,8 +79,8 @@ def weights_of_scores(own, scale_log2, mask_bits, seeing, keys, received, spec):
 def store_weights(call, own, b, h, r, n, key0, keys, spec):
     """A tile of weights (keys, 64), written to the array of weights (B, Hq, Nq, Nk)."""
     row = (b * call.heads + h) * call.nq + r * QUERIES
-    target = call.weights + spec.input_bytes * (row * call.nk + key0)
-    if spec.is_direct:
+    target = call.weights + (spec.number_bytes if call.wide else spec.input_bytes) * (row * call.nk + key0)
+    if spec.is_direct or call.wide:
         rows.transpose_out(own.scores, n, keys, target, call.nk, spec)
     else:
         rows.transpose_out(own.scores, n, keys, own.rows, KEYS, spec)
@@ -88,11 +90,34 @@ def store_weights(call, own, b, h, r, n, key0, keys, spec):
 
 
 @device_function
+def zero_weights(call, b, h, r, n, key0, stop, spec):
+    """Set the weights of n queries with these keys, which none of them sees, to 0."""
+    first_row, zero = (b * call.heads + h) * call.nq + r * QUERIES, as_number(0.0, spec)
+    for row in range(first_row, first_row + n):
+        key = key0
+        while key < stop:
+            place, whole = row * call.nk + key, key + spec.lanes <= stop
+            if call.wide:
+                address = call.weights + spec.number_bytes * place
+                if whole:
+                    store(address, splat(0.0, spec))
+                else:
+                    write(address, zero, spec)
+            else:
+                address = call.weights + spec.input_bytes * place
+                if whole:
+                    store_input(address, splat(0.0, spec), spec)
+                else:
+                    write_input(address, zero, spec)
+            key += spec.lanes if whole else 1
+
+
+@device_function
 def weights_row(call, own, b, h, r, first_tile, last_tile, spec):
     """The weights of a tile of queries with these key tiles."""
     d, kv, number_bytes, softcap = call.d, h // call.group, spec.number_bytes, as_number(call.options.softcap, spec)
     n, q_step, k_step = min(QUERIES, call.nq - r * QUERIES), call.q_strides, call.k_strides
-    seeing, has_queries = np.uint64(0), False
+    seeing, has_queries, written = np.uint64(0), False, first_tile * KEYS  # keys before this one are written
     for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, first_tile, last_tile, spec):
         if not has_queries:
             q = rows.input_row(call.q, q_step, b, h, r * QUERIES, spec)
@@ -117,7 +142,11 @@ def weights_row(call, own, b, h, r, first_tile, last_tile, spec):
             received = call.received + number_bytes * ((b * call.heads + h) * call.nk + key0)
         weights_of_scores(own, scale_log2, mask_bits, seeing, keys, received, spec)
         if call.weights:
+            zero_weights(call, b, h, r, n, written, key0, spec)
             store_weights(call, own, b, h, r, n, key0, keys, spec)
+            written = key0 + keys
+    if call.weights:
+        zero_weights(call, b, h, r, n, written, min(last_tile * KEYS, call.nk), spec)
 
 
 def weights(call):

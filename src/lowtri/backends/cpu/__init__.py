@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lowtri.backends import Prepared
 from lowtri.backends.cpu.decode import CpuDecode
+from lowtri.backends.cpu.few_weights import CpuDecodeWithWeights
 from lowtri.backends.cpu.forward import CpuForward
 from lowtri.backends.cpu.launch import select
 from lowtri.kernels import library
@@ -33,4 +34,7 @@ def supports(call: Call) -> str | None:
 
 def prepare(call: Call) -> Prepared:
     selection = select(call)
-    return CpuDecode(call, selection) if selection.family == "decode" else CpuForward(call, selection)
+    if selection.family == "forward":
+        return CpuForward(call, selection)
+    returns_more = call.return_weights or call.return_received
+    return CpuDecodeWithWeights(call, selection) if returns_more else CpuDecode(call, selection)

@@ -33,7 +33,9 @@ class CpuDecode(Prepared):
         batch, _, kv_heads, _, nk, *self.head_sizes = call.sizes
         self.shape = shape = (*call.q.shape[:3], call.v.shape[3])
         self.new_output = layout.new(shape, None, layout.dtype)
-        self.new_lse = layout.new(shape[:3]) if call.return_lse else None
+        # Of the log-sum-exp, and of what it loses to rounding.
+        self.planes = 2 if call.return_weights or call.return_received else int(bool(call.return_lse))
+        self.new_lse = layout.new((self.planes, *shape[:3])) if self.planes else None
         self.groups = batch * kv_heads
         self.launches: dict[tuple[int, int], Launch] = {}  # by threads, and parts of the keys
         given = call.positions_given
@@ -109,18 +111,24 @@ class _AtKeys(Prepared):
         if layout.cast and inputs.k.shape[2] > self.nk:  # buffers of a cache
             inputs = inputs._replace(k=inputs.k[:, :, : self.nk], v=inputs.v[:, :, : self.nk])
         q, k, v, bias, sinks = inputs if layout.unchanged else layout.inputs(inputs)
-        output, lse = decode.new_output(q), None if decode.new_lse is None else decode.new_lse(q)
+        output, sums, lse, lse_low = decode.new_output(q), None, 0, 0
+        if decode.new_lse is not None:
+            sums = decode.new_lse(q)
+            lse = address(sums)
+            lse_low = lse + sums.nbytes // 2 if decode.planes == 2 else 0
         self.launch.run_at(
             self.prepared,
             address(q),
             address(k),
             address(v),
             address(output),
-            0 if lse is None else address(lse),
+            lse,
+            lse_low,
             0 if bias is None else layout.bias_address(bias, layout.bias_strides),
             0 if sinks is None else address(sinks),
         )
-        return Result(to_dtype(output, decode.call.dtype) if layout.cast else output, None, lse)
+        output = to_dtype(output, decode.call.dtype) if layout.cast else output
+        return Result(output, None, None if sums is None else sums[0], sums)
 
     def plain(self) -> Callable[[Any, Any, Any], Any] | None:
         if self.decode.new_lse is not None or not self.decode.layout.is_plain:

@@ -185,21 +185,29 @@ class Selection(NamedTuple):
 def select(call: Call) -> Selection:
     """The kernel that runs a call: decode for few queries without gradients, if their rows can be read in whole vectors.
 
-    The decode kernel neither drops weights nor returns what they are computed from again.
+    The decode kernel does not drop weights.
     """
-    dtype, arrays = call.dtype, [call.q, call.k, call.v]
-    forward = _spec_of("forward", dtype, arrays)
-    cast = forward is None
-    if forward is None:
-        dtype, arrays = "float32", [pack(x) for x in arrays]
-        forward = _spec_of("forward", dtype, arrays)
-        assert forward is not None, "contiguous arrays in float32 are read on every CPU"
-    decodes = not (call.needs_grad or call.dropout or call.return_weights or call.return_received)
-    if decodes and call.q.shape[2] < (_FEW_QUERIES_TILES if forward.on_tiles else _FEW_QUERIES):
-        decode = _spec_of("decode", dtype, [pack(arrays[0]), *arrays[1:]])
+    tiles, arrays = select_tiles(call), [call.q, call.k, call.v]
+    if not (call.needs_grad or call.dropout) and call.q.shape[2] < (
+        _FEW_QUERIES_TILES if tiles.spec.on_tiles else _FEW_QUERIES
+    ):
+        dtype = "float32" if tiles.cast else call.dtype
+        arrays = [pack(x) for x in arrays] if tiles.cast else [pack(call.q), call.k, call.v]
+        decode = _spec_of("decode", dtype, arrays)
         if decode is not None:
-            return Selection("decode", decode, cast)
-    return Selection("forward", forward, cast)
+            return Selection("decode", decode, tiles.cast)
+    return tiles
+
+
+def select_tiles(call: Call) -> Selection:
+    """The kernel of whole tiles for a call."""
+    arrays = [call.q, call.k, call.v]
+    spec = _spec_of("forward", call.dtype, arrays)
+    if spec is not None:
+        return Selection("forward", spec, False)
+    spec = _spec_of("forward", "float32", [pack(x) for x in arrays])
+    assert spec is not None, "contiguous arrays in float32 are read on every CPU"
+    return Selection("forward", spec, True)
 
 
 def _spec_of(family: str, dtype: str, arrays: list[ArrayInfo]) -> KernelSpec | None:
@@ -292,13 +300,13 @@ class ArrayLayout:
 
         return make_large if prod(shape) * BYTES[kind] >= LARGE else make
 
-    def new_zeros(self, shape: Strides, dtype: str) -> Callable[[Any], Any]:
-        """The same for contiguous arrays of zeros."""
+    def new_zeros(self, shape: Strides) -> Callable[[Any], Any]:
+        """The same for contiguous arrays of zeros in the compute dtype."""
         if self.call.is_numpy:
-            return lambda like: np.zeros(shape, dtype)
+            return lambda like: np.zeros(shape, self.compute_dtype)
         import torch
 
-        kind = getattr(torch, dtype)
+        kind = getattr(torch, self.compute_dtype)
         return lambda like: like.new_zeros(shape, dtype=kind)
 
     def fields(self) -> Fields:

@@ -13,18 +13,23 @@ _TASKS = 4  # for each thread: a run of key tiles has more or fewer visible pair
 
 
 class CpuWeights:
-    """The launch of the kernel for one call. Both results begin at 0: it writes the tiles that the mask does not hide."""
+    """The launch of the kernel for one call.
 
-    def __init__(self, layout: ArrayLayout, plan: Plan) -> None:
+    Args:
+        wide: weights are returned in the compute dtype.
+    """
+
+    def __init__(self, layout: ArrayLayout, plan: Plan, *, wide: bool = False) -> None:
         self.layout, call = layout, layout.call
         batch, heads, _, nq, nk, _, _ = call.sizes
         threads = tile_threads("weights", call, plan)
         parts = 1 if threads == 1 else max(1, min(-(-_TASKS * threads // (batch * heads)), -(-nk // KEYS)))
-        fields = layout.tile_fields(plan) | {"parts": parts, "tasks": batch * heads * parts}
+        fields = layout.tile_fields(plan) | {"parts": parts, "wide": int(wide), "tasks": batch * heads * parts}
         self.launch = layout.launch("weights", fields, plan)
-        shapes = (batch, heads, nq, nk), (batch, heads, nk)
-        self.new_weights = layout.new_zeros(shapes[0], layout.dtype) if call.return_weights else None
-        self.new_received = layout.new_zeros(shapes[1], layout.compute_dtype) if call.return_received else None
+        dtype = layout.compute_dtype if wide else layout.dtype
+        self.new_weights = layout.new((batch, heads, nq, nk), None, dtype) if call.return_weights else None
+        self.new_received = layout.new_zeros((batch, heads, nk)) if call.return_received else None
+        self.casts = layout.cast and not wide
 
     def run(self, inputs: Inputs, lse: int, lse_low: int) -> tuple[Any, Any]:
         """The weights (B, Hq, Nq, Nk), and what each key received (B, Hq, Nk); None where the call does not return them.
@@ -45,6 +50,6 @@ class CpuWeights:
             0 if weights is None else address(weights),
             0 if received is None else address(received),
         )
-        if weights is not None and layout.cast:
+        if weights is not None and self.casts:
             weights = to_dtype(weights, layout.call.dtype)
         return weights, received
