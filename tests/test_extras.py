@@ -30,11 +30,12 @@ assert np.allclose(output, lowtri.attention(q, k, v, "causal & window(8)", engin
 lowtri.attention(*(x.astype(np.float16) for x in (q, k, v)), "causal")
 x = np.zeros((8, 512, 4))
 assert lowtri.attention(x, x, x, "causal", return_weights=True)[1].shape == (8, 512, 512)
-try:
-    lowtri.attention(q, k, v, "causal", dropout=0.1)
-    raise SystemExit("dropout needs torch")
-except lowtri.ExtraError as error:
-    assert "attention: this call needs torch" in str(error), error
+dropped = []
+for engine in ("auto", "reference"):
+    np.random.seed(1)
+    dropped.append(lowtri.attention(q, k, v, "causal", dropout=0.1, engine=engine))
+assert np.allclose(*dropped) and not np.allclose(dropped[0], lowtri.attention(q, k, v, "causal"))
+assert lowtri.attention(q, k, v, "causal", return_received=True)[1].shape == (2, 4, 64)
 try:
     lowtri.parallel.ContextParallel
     raise SystemExit("ContextParallel needs torch")
@@ -74,7 +75,7 @@ def test_numpy_alone(tmp_path: Path) -> None:
 WITHOUT_TORCH = """
 import lowtri
 
-lines = ["lowtri.nn", "lowtri.verify", "lowtri.plain", "import lowtri.nn"]
+lines = ["lowtri.nn", "lowtri.verify", "lowtri.plain.MaskedSelfAttention", "import lowtri.nn"]
 lines += [f"import lowtri.integrations.{name}" for name in ("flex", "flash_attn", "torch", "transformers")]
 lines += [f"lowtri.audit(lambda x: x, [[1.0, 2.0]], {option}=True)" for option in ("redraw", "compile")]
 for line in lines:
@@ -87,7 +88,7 @@ for line in lines:
 
 def test_what_needs_torch_says_so() -> None:
     done = run(WITHOUT_TORCH, without=("torch", "transformers"))
-    names = ["lowtri.nn", "lowtri.verify", "lowtri.plain", "lowtri.nn"]
+    names = ["lowtri.nn", "lowtri.verify", "lowtri.plain.MaskedSelfAttention", "lowtri.nn"]
     names += [f"lowtri.integrations.{name}" for name in ("flex", "flash_attn", "torch")]
     fix = "Fix: pip install torch"
     said = [f"ExtraError {n} needs torch, which is not installed.\n{fix}\n" for n in names]
@@ -97,6 +98,29 @@ def test_what_needs_torch_says_so() -> None:
     )
     said += [f"ExtraError audit: {n}= needs torch, which is not installed.\n{fix}\n" for n in ("redraw", "compile")]
     assert done.stdout == "".join(said), done.stderr
+
+
+def test_the_textbook_formulas_in_numpy_need_no_torch() -> None:
+    """Neither the import, nor a call, nor `import *`; a name of torch is still there, and says what is missing."""
+    done = run(
+        """
+import numpy as np
+import lowtri.plain
+from lowtri.plain import *
+
+x = np.eye(3)[None]
+output, weights = masked_self_attention(x, x, x, make_causal_mask(3))
+assert np.array_equal(weights, self_attention(x)[1] * 0 + weights) and weights[0, 0].tolist() == [1, 0, 0]
+assert softmax(np.zeros(2)).tolist() == [0.5, 0.5] and "MaskedSelfAttention" in dir(lowtri.plain)
+try:
+    lowtri.plain.create_causal_mask(3)
+except lowtri.ExtraError as error:
+    print(error)
+""",
+        without=("torch",),
+    )
+    missing = "lowtri.plain.create_causal_mask needs torch, which is not installed.\nFix: pip install torch\n"
+    assert done.stdout == missing, done.stderr
 
 
 def test_the_doctor_without_torch() -> None:

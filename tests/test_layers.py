@@ -27,6 +27,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "compat",
     "masks",
     "showing",
+    "plain_torch",
     "plain",
     "ops",
     "kernels",

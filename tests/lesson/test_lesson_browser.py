@@ -123,6 +123,8 @@ def test_numbers_change_by_hand(page: Page) -> None:
     assert page.run("Lesson.bench.q[1][0]") == -3
     steps = run_program(page, "bench")["steps"]
     assert np.allclose(page.run("Lesson.bench.steps.output"), steps["output"].value, atol=1e-6)
+    assert page.run("document.getElementById('window-width').disabled"), "the causal mask has no window"
+    page.type("mask-text", "causal & window(2)")
     page.run(
         "(() => { const e = document.getElementById('window-width'); e.value = 1; e.dispatchEvent(new Event('input')) })()"
     )
@@ -221,7 +223,7 @@ def test_other_figures_answer(page: Page) -> None:
     assert "layer 16, head 0" in text(page, "#maps .says")
     click(page, ".quiz .choices div:nth-of-type(2) button")
     assert "Right." in text(page, ".quiz")
-    for figure in ("cache", "patterns"):
+    for figure in ("arcs", "cache", "patterns"):
         exec(compile(text(page, f'[data-python="{figure}"] code'), figure, "exec"), {})
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import lowtri
 from lowtri.explaining.example import ENCODINGS
-from lowtri.lesson.languages import assets
+from lowtri.lesson.languages import LANGUAGES, assets
 from lowtri.lesson.numbers import example
 from lowtri.pictures.labels import split
 
@@ -154,8 +154,46 @@ def test_a_drawn_mask_gets_its_name() -> None:
     assert in_node("Lesson.nameOf(value)", [[True, True, False], [False, True, False], [True, False, True]]) is None
 
 
-def test_tokens_are_lowtri_s() -> None:
-    assert in_node("value.map(Lesson.tokens)", SENTENCES) == [split(text)[0] for text in SENTENCES]
+def test_characters_are_lowtri_s() -> None:
+    assert in_node("value.map(Lesson.characters)", SENTENCES) == [split(text)[0] for text in SENTENCES]
+
+
+def test_words_are_those_of_the_readers() -> None:
+    """At spaces; where the script has none, into the page's own words, or by the dictionary."""
+    assert in_node("value.map(Lesson.tokens)", ["Write a poem", "  a  b ", "", "é <b>x</b>"]) == [
+        ["Write", "a", "poem"],
+        ["a", "b"],
+        [],
+        ["é", "<b>x</b>"],
+    ]
+    for language, given, words in (
+        ("th", ["ลอง", "เขียน", "บทกวี"], ["ลอง", "เขียน", "บทกวี"]),
+        ("zh", ["詩", "我", "寫"], ["我", "寫", "詩"]),
+    ):
+        data = {"words": given, "language": LANGUAGES[language]}
+        found = in_node("(Lesson.data = value.data, Lesson.tokens(value.text))", {"data": data, "text": "".join(words)})
+        assert found == words
+    mixed = in_node("(Lesson.data = {language: 'th'}, Lesson.tokens(value))", "ฉัน รักNLP")
+    assert mixed == ["ฉัน", "รัก", "NLP"]
+    without_dictionary = in_node("(Intl.Segmenter = undefined, Lesson.tokens(value))", "我爱 NLP")
+    assert without_dictionary == ["我", "爱", "NLP"]
+
+
+def test_a_word_has_the_same_numbers_whatever_stands_beside_it() -> None:
+    data = {"example": example()["example"], "sentences": {"example": ["Write", "a", "poem"]}}
+    found = in_node(
+        "(Lesson.data = value.data, value.texts.map((text) => Lesson.encodings(text)))",
+        {"data": data, "texts": [["Write", "a", "poem"], ["Write", "a", "song"], ["song", "a"]]},
+    )
+    assert found[0] == ENCODINGS and found[1][:2] == ENCODINGS[:2] and found[1][2] != ENCODINGS[2]
+    assert found[2][1] == ENCODINGS[1]
+
+
+@pytest.mark.parametrize("text", ["causal & documents(lengths=[2, 8])", "documents(cu_seqlens=[0, 2, 3]) | full"])
+def test_lengths_that_the_sentence_does_not_have_are_refused(text: str) -> None:
+    tries = "[3, 10].map((n) => { try { Lesson.mask(value, n); return n; } catch (error) { return error.key; } })"
+    fits = 10 if "8" in text else 3
+    assert in_node(tries, text) == [n if n == fits else "error.lengths" for n in (3, 10)]
 
 
 @pytest.mark.parametrize("mask", ["causal", "full", "causal & window(2)", "causal - window(2)", "~causal | first(1)"])

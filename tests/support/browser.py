@@ -94,8 +94,12 @@ class Browser:
         dark: bool = False,
         still: bool = True,
         slower: float = 1,
+        query: str = "",
     ) -> Page:
-        """Open a file in a tab of this size; ``still`` asks for reduced motion, ``slower`` throttles the CPU."""
+        """Open a file in a tab of this size.
+
+        ``still`` asks for reduced motion, ``slower`` throttles the CPU, ``query`` ends the address.
+        """
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session, target)
@@ -107,7 +111,7 @@ class Browser:
         page.send("Emulation.setEmulatedMedia", features=features)
         if slower != 1:
             page.send("Emulation.setCPUThrottlingRate", rate=slower)
-        page.send("Page.navigate", url=path.absolute().as_uri())
+        page.send("Page.navigate", url=path.absolute().as_uri() + query)
         self.wait_for("Page.loadEventFired", session)
         return page
 

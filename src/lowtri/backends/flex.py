@@ -65,6 +65,7 @@ def why_not(call: Call) -> str | None:
         "there is nothing to attend to": 0 in (*call.q.shape, *call.v.shape),
         "it does not drop weights": bool(call.dropout),
         "it does not return weights": call.return_weights,
+        "it does not return what keys received": call.return_received,
         "it takes a bias of all pairs, not of distances": call.distance_low is not None,
         "its kernels have no float64": call.dtype == "float64",
         f"its kernels take head sizes from {_LEAST_SIZE} on": min(d, dv) < _LEAST_SIZE,

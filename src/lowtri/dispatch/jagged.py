@@ -55,7 +55,7 @@ def attend_jagged(
                 f"{name}: {which} is jagged {tuple(x.shape)}; expected {_SHAPES}, ragged in the last dimension but one.\n"
                 f"Fix: {which}.transpose(1, 2) where heads come after the tokens."
             )
-    given = {"return_weights": options.return_weights or None, "bias": options.bias}
+    given = {"return_weights": options.return_weights or None, "return_received": options.return_received or None}
     given |= {"q_positions": options.q_positions, "k_positions": options.k_positions}
     given["bias"] = None if isinstance(options.bias, DistanceBias) else options.bias
     wrong = next((argument for argument, value in given.items() if value is not None), None)

@@ -22,6 +22,7 @@ from lowtri.explaining.explanation import PAIRS, Explanation, Step, number
 from lowtri.explaining.models import capture_model
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
+from lowtri.masks.tile import shown
 
 _MOST_PAIRS = 2**24  # of all heads: tables of 128 MB each
 # name -> formula, sentence. The order is the order of computing.
@@ -112,6 +113,7 @@ def explain(
             encoder-decoder, and attention code that does not ask the attention interface of transformers.
         MaskError: for arrays without a mask, and for a mask with other batch rows than the arrays.
     """
+    _check_hidden(hidden)
     if scores is not None or values is not None:
         if what is not None or scores is None:
             raise CallError(
@@ -171,6 +173,15 @@ def explain(
     notes = [f"Batch row {batch or 0} of {captured.rows}."] if captured.rows > 1 else []
     notes += [*captured.notes, *([agreement.note] if agreement.note else [])]
     return Explanation(labels, repr(allowed), _alone(visible), tuple(shown), " ".join(notes), agreement.warning)
+
+
+def _check_hidden(hidden: Any) -> None:
+    """Raise unless a hidden score can be written so: one number, and not NaN."""
+    is_number = isinstance(hidden, int | float | np.integer | np.floating) and not isinstance(hidden, bool)
+    if not is_number or (not -(2**1000) < hidden < 2**1000 and hidden != -math.inf):
+        raise CallError(
+            f"explain: hidden is {shown(hidden)}; expected a number. Fix: hidden=-1e9, or leave it out for -inf."
+        )
 
 
 def _attend(given: dict[str, NDArray[Any]], visible: NDArray[np.bool_], captured: Captured) -> Steps:

@@ -18,12 +18,20 @@ from numpy.typing import NDArray
 from lowtri.dispatch.attend import attention_over_cache
 from lowtri.errors import CallError
 from lowtri.generation.layers import Layer, batch_of, check_new, shape_text
-from lowtri.generation.slots import LookaheadCheck, SlotAllocator, ends_of, kept_of, row_masks, rows_of
+from lowtri.generation.slots import (
+    LookaheadCheck,
+    SlotAllocator,
+    ends_of,
+    kept_of,
+    positions_to_drop,
+    row_masks,
+    rows_of,
+)
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.formulas import causal
 from lowtri.masks.label_masks import with_open_end
-from lowtri.masks.tile import MAX_POSITIONS, shown
+from lowtri.masks.tile import MAX_POSITIONS, check_flag, shown
 from lowtri.masks.tree import Tree
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
@@ -88,7 +96,7 @@ class KVCache:
         interval = _token_count("block", block, 1, MAX_POSITIONS)
         kept_longer = _token_count("rewind", rewind, 0, POSITION_MAX)
         self.mask = with_open_end("KVCache", as_mask(mask))
-        lookahead = None if allow_missing else LookaheadCheck(self.mask)
+        lookahead = None if check_flag("KVCache", "allow_missing", allow_missing) else LookaheadCheck(self.mask)
         self._slots = SlotAllocator(self.mask, slots, interval, kept_longer, lookahead, fixed)
         self._layers: dict[int, Layer] = {}
 
@@ -168,10 +176,13 @@ class KVCache:
         buffers = self.store(k, v, positions, layer)
         if mask is not None:
             self._for_this_call(mask)
-        n = self._slots.read.nk
-        used = self._slots.positions[:, :n]
+        return (*buffers.front(self._slots.read.nk), self._read_positions())
+
+    def _read_positions(self) -> NDArray[np.int64]:
+        """The positions of the slots that the newest queries read, (S,) or (B, S)."""
+        used = self._slots.positions[:, : self._slots.read.nk]
         used.flags.writeable = False  # a view of the allocator's own array
-        return (*buffers.front(n), used[0] if len(used) == 1 else used)
+        return used[0] if len(used) == 1 else used
 
     def store(self, k: Any, v: Any, positions: Any, layer: int) -> Layer:
         """Write new tokens into the buffers of their layer, free slots included: :meth:`append` without its views."""
@@ -216,6 +227,7 @@ class KVCache:
         softcap: float | None = None,
         sinks: Any = None,
         engine: str = "auto",
+        return_received: bool = False,
         mask: Mask | str | None = None,
     ) -> Any:
         """Append new tokens, then compute the attention of their queries under the cache's mask.
@@ -231,11 +243,14 @@ class KVCache:
             q: (..., Hq, N, D), the queries of the new tokens; Hq is a multiple of the key/value heads.
             k, v, positions, layer: as in :meth:`append`.
             scale, softcap, sinks, engine: as in :func:`lowtri.attention`.
+            return_received: also return what each key received from the new queries, and the keys' positions: what :meth:`drop`
+                is decided by.
             mask: instead of the cache's mask, in this call: it must show no key that is evicted. ``lowtri.tree(parents)`` alone
                 means the drafts of this append, after the text under the cache's mask.
 
         Returns:
-            the output, (..., Hq, N, Dv).
+            the output, (..., Hq, N, Dv); with ``return_received`` a tuple of the output, the received weights (..., Hq, S), at least
+            float32, and the positions (S,) or (B, S), as :meth:`append` returns them.
 
         Raises:
             CallError: as in :meth:`append` and :func:`lowtri.attention`. After an error of the attention itself (``sinks`` of another
@@ -249,11 +264,14 @@ class KVCache:
                 f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
                 "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
             )
-        buffers, options = self.store(k, v, positions, layer), CallOptions(scale, softcap, sinks=sinks, engine=engine)
+        buffers = self.store(k, v, positions, layer)
+        options = CallOptions(scale, softcap, sinks=sinks, engine=engine, return_received=return_received)
         if mask is None:
-            return self.attend_appended(q, layer, options)
-        own = self._for_this_call(mask)
-        return attention_over_cache(q, buffers.keys, buffers.values, own, options, self._slots.read)
+            result = self.attend_appended(q, layer, options)
+        else:
+            own = self._for_this_call(mask)
+            result = attention_over_cache(q, buffers.keys, buffers.values, own, options, self._slots.read)
+        return (*result, self._read_positions()) if return_received else result
 
     def attend_appended(self, q: Any, layer: int, options: CallOptions) -> Any:
         """The attention of the queries of the newest tokens, which this layer has appended; see :meth:`attend`."""
@@ -287,6 +305,35 @@ class KVCache:
         ends = ends_of(n, self.rows)
         self._check_complete("crop")
         self._slots.crop(np.broadcast_to(ends, self._slots.next.shape) if len(ends) == 1 else ends)
+
+    def drop(self, positions: Any) -> None:
+        """Evict the tokens at these positions, in every layer: no later query sees them, whatever the mask.
+
+        Here the two keys that received most from the queries so far are kept, next to the four newest:
+
+        >>> rng = np.random.default_rng(1)
+        >>> cache, total = KVCache("causal", block=1), np.zeros(20)
+        >>> for t in range(20):
+        ...     q, k, v = 3 * rng.standard_normal((3, 1, 1, 8))
+        ...     _, received, held = cache.attend(q, k, v, return_received=True)
+        ...     total[held[held >= 0]] += received[0, held >= 0]
+        ...     old = held[(held >= 0) & (held <= t - 4)]
+        ...     if len(old) > 2:
+        ...         cache.drop([old[total[old].argmin()]])
+        >>> cache.held, cache.evicted
+        (6, 14)
+
+        Args:
+            positions: (n,), or (B, n) for each row of the batch; -1 where a row has fewer.
+
+        Raises:
+            CallError: if a position is not held. The cache is then unchanged.
+
+        Source: eviction by the weights received, as in Heavy-Hitter Oracle (Zhang et al. 2023).
+        """
+        chosen = positions_to_drop(positions, self.rows)
+        self._check_complete("drop")
+        self._slots.drop(chosen)
 
     def keep(self, index: Any) -> None:
         """Of the tokens of the newest append keep these alone, in this order, at consecutive positions; in every layer.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.generation.models import NextLogits, context_of
 from lowtri.masks.arrays import in_numpy, is_tensor
-from lowtri.masks.tile import shown
+from lowtri.masks.tile import check_flag, shown
 
 if TYPE_CHECKING:
     from typing import TypedDict
@@ -113,6 +113,11 @@ def generate(
     Raises:
         CallError: before the first token, if the prompt is empty or longer than the context, or an option is invalid.
     """
+    if not callable(model):
+        raise CallError(
+            f"generate: model is {shown(model)}. Fix: a model, or a function from ids (B, N) to logits (B, N, V)."
+        )
+    cached = check_flag("generate", "cached", cached)
     sampling = Sampling(temperature, top_k, top_p)
     texts, single = _texts(prompt)
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer

@@ -141,6 +141,28 @@ class SlotAllocator:
         self.top = int(used[-1]) + 1 if len(used) else 0
         self._gaps = bool((self.positions[:, : self.top] < 0).any())  # rows may be cropped to other lengths
 
+    def drop(self, chosen: NDArray[np.int64]) -> None:
+        """Evict the tokens at these positions, (R, n); -1 stands for none."""
+        rows = max(len(chosen), len(self.positions))
+        of_rows = np.broadcast_to(chosen, (rows, chosen.shape[1]))
+        before = np.broadcast_to(self.positions[:, : self.top], (rows, self.top))
+        dropped = np.stack([np.isin(held, gone[gone >= 0]) for held, gone in zip(before, of_rows, strict=True)])
+        for b, gone in enumerate(of_rows):
+            missing = np.setdiff1d(gone[gone >= 0], before[b])
+            if len(missing):
+                raise CallError(
+                    f"drop: row {b} holds no token at {missing[:8].tolist()}. Fix: positions among those that append and attend "
+                    "return; -1 where a row has fewer."
+                )
+        if len(chosen) > len(self.positions):
+            self._widen(len(chosen))
+        many = len(self.used)
+        self.positions[:, : self.top][dropped[: len(self.positions)]] = -1
+        used = self.used
+        self.evicted += many - len(used)
+        self.top = int(used[-1]) + 1 if len(used) else 0
+        self._gaps = bool((self.positions[:, : self.top] < 0).any())
+
     def keep(self, index: NDArray[np.int64]) -> None:
         """Of the tokens of the last append keep these, (R, m), -1 for none, at consecutive positions; free the other slots."""
         start, n = self.top - self.newest.shape[1], index.shape[1]
@@ -342,6 +364,14 @@ def ends_of(n: Any, rows: int) -> NDArray[np.int64]:
             f"one for all or one for each of {rows} rows."
         )
     return ends
+
+
+def positions_to_drop(positions: Any, rows: int) -> NDArray[np.int64]:
+    """Positions of tokens, (1, n) or (rows, n)."""
+    chosen = np.atleast_2d(as_positions(positions, "drop: positions"))
+    if chosen.ndim != 2 or len(chosen) not in (1, rows):
+        raise CallError(f"drop: positions are {chosen.shape}; expected (n,), or ({rows}, n) for each row of the batch.")
+    return chosen
 
 
 # Keys that come later.

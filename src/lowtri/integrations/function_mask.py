@@ -113,17 +113,20 @@ class Node:
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def needed(self) -> list[Node]:
-        """This node and all that its value comes from, in order."""
-        nodes = {self}
-        for node in reversed(self.before):
-            if node in nodes:
-                nodes.update(nodes_in((*node.args, *node.kwargs.values())))
-        return [node for node in self.before if node in nodes]
+        """This node and all that its value comes from, in order; a trace that is complete does not change."""
+        if "needed" not in self.kept:
+            nodes = {self}
+            for node in reversed(self.before):
+                if node in nodes:
+                    nodes.update(nodes_in((*node.args, *node.kwargs.values())))
+            self.kept["needed"] = [node for node in self.before if node in nodes]
+        needed: list[Node] = self.kept["needed"]
+        return needed
 
-    def content(self) -> tuple[str | None, ...] | None:
-        """Digests of the arrays that the value comes from, as they are now; None if one cannot be read."""
-        digests = tuple(content_of(node.value) for node in self.needed() if node.value is not None)
-        return None if None in digests else digests
+    def content(self) -> tuple[Hashable | None, ...] | None:
+        """What is in the arrays that the value comes from, as they are now; None if one cannot be read."""
+        contents = tuple(content_of(node.value) for node in self.needed() if node.value is not None)
+        return None if None in contents else contents
 
     def program(self, by_identity: bool = False) -> tuple[Any, ...]:
         """Equal for nodes with equal values, whatever the indices.
@@ -155,6 +158,52 @@ class Node:
 
     def of_indices(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.at(b=b, h=h, q=q, k=k)
+
+    def of_ranges(self, *ranges: Tensor) -> Tensor | None:
+        """The values at all of these b, h, q and k, (B|1, H|1, Nq|1, Nk|1), by broadcasting; torch.vmap takes ten times as long.
+
+        None where an operation does more than to compute one number from single numbers.
+        """
+        values: dict[Node, Any] = {}
+        for node in self.needed():
+            if node.call is None and node.value is None:
+                axis = INDICES.index(node.name)
+                values[node] = ranges[axis].reshape([-1 if i == axis else 1 for i in range(4)])
+            elif node.call is None:
+                values[node] = node.value if node.value.ndim else node.value.reshape(1, 1, 1, 1)
+            elif not node.is_of_numbers():
+                return None
+            else:
+                args, kwargs = _mapped((node.args, node.kwargs), Node, values.__getitem__)
+                result = node.call(*args, **kwargs)
+                values[node] = result if result.ndim else result.reshape(1, 1, 1, 1)  # else its dtype would not count
+        result = values[self]
+        return result if result.ndim == 4 else None
+
+    def is_of_numbers(self) -> bool:
+        """Whether the operation computes one number from single numbers: a captured array is indexed in all of its dimensions."""
+        if "is_of_numbers" not in self.kept:
+            self.kept["is_of_numbers"] = self._is_of_numbers()
+        known: bool = self.kept["is_of_numbers"]
+        return known
+
+    def _is_of_numbers(self) -> bool:
+        inputs = nodes_in((*self.args, *self.kwargs.values()))
+        if self.name == "index":
+            table, *indices = inputs
+            return (
+                table.value is not None
+                and table.value.ndim == len(self.args[1]) == len(indices)
+                and _are_single(indices)
+            )
+        return (torch.Tag.pointwise in self.call.tags or self.name in _AS_THEY_ARE) and _are_single(inputs)
+
+
+_AS_THEY_ARE = ("_to_copy", "alias", "clone", "detach", "scalar_tensor")  # which torch does not tag as pointwise
+
+
+def _are_single(nodes: list[Node]) -> bool:
+    return all(node.value is None or node.value.ndim == 0 for node in nodes)
 
 
 def nodes_in(x: tuple[Any, ...]) -> list[Node]:

@@ -17,6 +17,10 @@ from lowtri.errors import DataError
 LANGUAGES = {"en": "en", "id": "id", "th": "th", "zh": "zh-Hant"}  # option -> the page's lang attribute
 
 
+JOINTS = {"th": "", "zh": ""}  # what stands between the words of a sentence; a space in other languages
+DECIMALS = {"id": ","}  # the sign before decimals; a point in other languages
+
+
 def assets() -> Path:
     """The folder of the lesson's templates, scripts, texts and measurements."""
     return Path(__file__).parent / "assets"

@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from lowtri._version import __version__
-from lowtri.lesson.languages import assets
+from lowtri.lesson.languages import DECIMALS, assets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +37,8 @@ def computed() -> dict[str, Any]:
         "generators": stored("generators"),
         "gallery": stored("gallery"),
         "maps": [
-            stored("smollm2") | {"opens": [13, 8], "points": [8, 2]},
-            stored("whisper") | {"opens": [0, 2], "points": [9, 8]},
+            stored("smollm2") | {"program": "smollm2", "opens": [13, 8], "points": [8, 2]},
+            stored("whisper") | {"program": "whisper", "opens": [0, 2], "points": [9, 8]},
         ],
     }
 
@@ -113,8 +113,16 @@ def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], floa
     return {name: 1000 * statistics.median(values) for name, values in seconds.items()}, difference
 
 
-def in_texts() -> dict[str, str]:
-    """Every number that the texts name, written out."""
+def in_texts(language: str = "en") -> dict[str, str]:
+    """Every number that the texts name, written out, with the decimal sign of the language."""
+    decimal = DECIMALS.get(language, ".")
+    plain = ("version", "cpu", "date", "torch", "shape")  # names, and not numbers
+    return {
+        name: text if name.endswith(plain) else text.replace(".", decimal) for name, text in _written_numbers().items()
+    }
+
+
+def _written_numbers() -> dict[str, str]:
     data, today = computed(), datetime.now(timezone.utc).strftime("%Y-%m-%d")
     experiment, forms = data["experiment"], data["forms"]
     values = {"unigram": f"{experiment['unigram']:.3f}", "half_ten": "0.00005", "version": __version__}

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from lowtri.files import write_text, writing
-from lowtri.lesson.languages import LANGUAGES, assets, filled, markup, texts
+from lowtri.lesson.languages import DECIMALS, JOINTS, LANGUAGES, assets, filled, markup, texts
 from lowtri.lesson.numbers import computed, in_texts
 from lowtri.pictures.pages import html_document, json_value, shared_style
 from lowtri.pictures.svg import declared
 
 SCRIPTS = (
-    *("base", "masks", "attention", "matrix", "equations", "workbench", "steps", "figures", "measured", "quiz", "page"),
+    *("base", "masks", "attention", "matrix", "equations", "workbench", "steps", "figures", "measured", "quiz"),
+    *("address", "page"),
 )
-_LIVE = ("bench", "cache", "patterns")  # figures whose program the scripts write
+_LIVE = ("arcs", "bench", "maps", "cache", "patterns")  # figures whose program the scripts write
+SENTENCES = ("cat", "forcing", "nlp", "long")
 _FORBIDS_NETWORK = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _HEAD = f'<meta http-equiv="Content-Security-Policy" content="{_FORBIDS_NETWORK}"><link rel="icon" href="data:,">'
 
@@ -43,13 +45,22 @@ def file_name(language: str) -> str:
 def lesson_page(language: str = "en") -> str:
     """The page as HTML text. Times are measured once per process; other numbers are computed or stored."""
     words = texts(language)
-    numbers = in_texts()
+    numbers = in_texts(language)
     written = {key: filled(text, numbers) for key, text in words.items()}
+    example = written["sentence.example"].split(" ")
+    written["sentence.start"] = JOINTS.get(language, " ").join(example)
+    code = programs(language)
     sections = [path.read_text(encoding="utf-8") for path in sorted((assets() / "sections").iterdir())]
-    body = "\n".join(_section(section, written) for section in sections)
+    body = "\n".join(_section(section, written, code) for section in sections)
+    sentences: dict[str, Any] = {name: written[f"sentence.{name}"].split(" ") for name in SENTENCES}
     data = computed() | {
         "texts": written,
-        "sentences": {key: written[f"sentence.{key}"].split(" ") for key in ("cat", "forcing", "nlp", "long")},
+        "sentences": sentences | {"example": example, "start": written["sentence.start"]},
+        "language": LANGUAGES[language],
+        "decimal": DECIMALS.get(language, "."),
+        # What the page cuts a sentence into that is written without spaces; the longest first.
+        "words": sorted({*example, *written["bench.words"].split(" "), *sentences["cat"]}, key=len, reverse=True),
+        "programs": {name: code[name] for name in ("smollm2", "whisper")},
     }
     page = [
         "<body>",
@@ -67,22 +78,26 @@ def lesson_page(language: str = "en") -> str:
     return html_document(written["title"], _style(), "\n".join(page), LANGUAGES[language], _HEAD)
 
 
-def programs() -> dict[str, str]:
-    """Figure -> the program that is shown under it; the programs of live figures are written by the scripts."""
-    return {path.stem: path.read_text(encoding="utf-8").strip() for path in sorted((assets() / "programs").iterdir())}
+def programs(language: str = "en") -> dict[str, str]:
+    """Figure -> the program that is shown under it, its comments in the language; the scripts write those of live figures."""
+    words = texts(language)
+    return {
+        path.stem: re.sub(r"\{\{([\w.]+)\}\}", lambda match: words[match[1]], path.read_text(encoding="utf-8").strip())
+        for path in sorted((assets() / "programs").iterdir())
+    }
 
 
-def _section(html: str, written: dict[str, str]) -> str:
+def _section(html: str, written: dict[str, str], code: dict[str, str]) -> str:
     html = re.sub(r"\{\{#([\w.]+)\}\}", lambda match: escape(written[match[1]]), html)
     html = re.sub(r"\{\{([\w.]+)\}\}", lambda match: markup(written[match[1]]), html)
-    html = re.sub(r"<!-- python: (\w+) -->", lambda match: _program(match[1], written), html)
+    html = re.sub(r"<!-- python: (\w+) -->", lambda match: _program(match[1], written, code), html)
     return html.replace("<!-- formula -->", _file("sections-extra", "formula.html")).replace(
         "<!-- references -->", _file("sections-extra", "references.html")
     )
 
 
-def _program(name: str, written: dict[str, str]) -> str:
-    shown = "" if name in _LIVE else programs()[name]
+def _program(name: str, written: dict[str, str], code: dict[str, str]) -> str:
+    shown = "" if name in _LIVE else code[name]
     return (
         f'<div class="python" data-python="{name}"><pre tabindex="0" role="group" aria-label="{escape(written["python"])}">'
         f'<code lang="en" translate="no">{escape(shown)}</code></pre>'
@@ -102,7 +117,7 @@ def _top(language: str, written: dict[str, str]) -> Iterator[str]:
     for other, tag in LANGUAGES.items():
         here = ' aria-current="page"' if other == language else ""
         name = escape(texts(other)["name"])
-        yield f'<a href="{file_name(other)}" lang="{tag}" hreflang="{tag}"{here}>{name}</a>'
+        yield f'<a href="{file_name(other)}" data-file="{file_name(other)}" lang="{tag}" hreflang="{tag}"{here}>{name}</a>'
     yield "</nav></div>"
 
 

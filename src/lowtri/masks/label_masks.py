@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array, is_traced
+from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array, is_compiling, is_traced
 from lowtri.masks.formulas import Band, Full
-from lowtri.masks.mask import And, Mask, Not, Or, constructor, quoted
+from lowtri.masks.mask import And, Mask, Not, OfTracedLengths, Or, array_text, constructor, quoted
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import (
     EMPTY,
@@ -91,9 +91,11 @@ class PackedDocuments(Labelled):
 
     lengths: tuple[int, ...]
     open_end: bool = False
+    _array: ClassVar[NDArray[np.int64]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "row_lengths", () if self.open_end else (sum(self.lengths),))
+        object.__setattr__(self, "_array", np.array(self.lengths, np.int64))  # which compiled programs read
 
     @cached_property
     def _cuts(self) -> NDArray[np.int64]:
@@ -108,7 +110,8 @@ class PackedDocuments(Labelled):
         return ascending(lambda x: self._cuts.searchsorted(x, side="right"), positions)
 
     def _text(self, arrays: list[Any] | None = None) -> str:
-        return f"documents(lengths={list(self.lengths)}{', open_end=True' * self.open_end})"
+        lengths: Any = list(self.lengths) if arrays is None or not is_compiling() else array_text(self._array, arrays)
+        return f"documents(lengths={lengths}{', open_end=True' * self.open_end})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -296,6 +299,11 @@ def documents(
         raise MaskError(
             f"documents: open_end is {shown(open_end)}; it is True or False, and goes with lengths= or cu_seqlens=."
         )
+    for name, tensor in (("lengths", lengths), ("cu_seqlens", cu_seqlens)):
+        if is_traced(tensor):
+            array = FrozenArray(integer_array("documents", name, tensor, VECTOR))
+            traced: Any = OfTracedLengths(array, "documents", name, ", open_end=True" if open_end else "")
+            return traced if within_each is None else InDocuments(traced, within_each)
     if cu_seqlens is not None:
         edges = integer_array("documents", "cu_seqlens", cu_seqlens, VECTOR).tolist()
         if len(edges) < 2 or edges[0] != 0:

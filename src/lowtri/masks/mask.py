@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import FrozenArray, is_tensor
+from lowtri.masks.arrays import FrozenArray, is_compiling, is_tensor
 from lowtri.masks.tile import (
     EMPTY,
     MAX_POSITIONS,
@@ -149,6 +149,13 @@ class Mask:
         """Numbers such that tiles (nq, nk) with the same numbers hold the same pairs; None where that is unknown.
 
         For single masks only: plans combine the patterns of joined masks themselves.
+        """
+        return None
+
+    def _packed(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+        """All pairs of the queries ``q`` (Nq,) and keys ``k`` (Nk,) as bits, where that takes less time than to ask tile by tile.
+
+        (rows, Nk): a word for each key and 64 queries, bit i is the row's query i, and 0 past the last query.
         """
         return None
 
@@ -425,20 +432,41 @@ def _field_extent(value: Any) -> int:
     return value + value // 2 if isinstance(value, int) else 0
 
 
+def array_text(value: Any, arrays: list[Any]) -> str:
+    """The placeholder of an array or a number, which is appended to ``arrays``."""
+    arrays.append(value)
+    return f"_{len(arrays) - 1}"
+
+
 def field_text(value: Any, arrays: list[Any] | None) -> str | None:
     """A field of a mask as text; see :meth:`Mask._text`."""
     if isinstance(value, FrozenArray):
         if arrays is None:
             return repr(value)
-        arrays.append(value.memory)
-        return f"_{len(arrays) - 1}"
+        return array_text(value.memory, arrays)
     if isinstance(value, Mask):
         return repr(value) if arrays is None else value._text(arrays)
     if isinstance(value, tuple):
         texts = [field_text(entry, arrays) for entry in value]
         return None if None in texts else "[" + ", ".join([text for text in texts if text]) + "]"
-    # index: while a program is traced a number may be symbolic; the text needs its value.
-    return repr(value) if isinstance(value, bool) else f"{operator.index(value)}"
+    if isinstance(value, bool):
+        return repr(value)
+    if arrays is not None and is_compiling():  # a program then serves other numbers, too
+        return array_text(value, arrays)
+    return f"{operator.index(value)}"
+
+
+@dataclass(frozen=True, repr=False)
+class OfTracedLengths(Mask):
+    """A mask of lengths in a program that is traced: its text, and the tensor, whose numbers come when the program runs."""
+
+    lengths: FrozenArray
+    function: str  # of the user
+    argument: str
+    more: str = ""
+
+    def _text(self, arrays: list[Any] | None = None) -> str | None:
+        return f"{self.function}({self.argument}={field_text(self.lengths, arrays)}{self.more})"
 
 
 def quoted(inner: Mask, arrays: list[Any] | None) -> str | None:

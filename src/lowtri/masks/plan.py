@@ -193,14 +193,21 @@ def is_causal(mask: Mask, n: int) -> bool:
 def _plan_mask(mask: Mask, q: Ints, k: Ints, patterns: Patterns) -> tuple[Ints, NDArray[np.int32], Ints]:
     """Of one unbatched mask and unbatched positions: how many runs each row has (rows,), the runs (R, 4), and tile_bits (P,)."""
     rows, columns = -(-len(q) // TILE_Q), -(-len(k) // patterns.tile_k)
-    full, partial = _descend(mask, q, k, patterns.tile_k)
+    words = mask._packed(q, k)
+    if words is None:
+        full, partial = _descend(mask, q, k, patterns.tile_k)
+    else:
+        full, partial = np.empty((0, 4), np.int64), np.argwhere(np.ones((rows, columns), bool))
     # Full rectangles, a run for each of their rows: (row, first, last).
     height = full[:, 1] - full[:, 0]
     row = np.repeat(full[:, 0], height) + _count_up(height)
     first, last = np.repeat(full[:, 2], height), np.repeat(full[:, 3], height)
     kind, pattern = np.full(len(row), int(FULL)), np.zeros(len(row), np.int64)
     if len(partial):
-        tile_pattern = patterns.of_tiles(mask, q, k, partial)
+        if words is None:
+            tile_pattern = patterns.of_tiles(mask, q, k, partial)
+        else:
+            tile_pattern = patterns.of_words(words, len(q))
         visible = tile_pattern != Patterns.EMPTY
         tile, tile_pattern = partial[visible], tile_pattern[visible]
         row, first = np.concatenate([row, tile[:, 0]]), np.concatenate([first, tile[:, 1]])
@@ -389,6 +396,17 @@ class Patterns:
             group, words = _without_holes(_words(mask, queries, keys, row, column), queries, keys, row, column)
             patterns[chunk] = self._stored(group, words, queries.sizes[row] * keys.sizes[column])
         return patterns
+
+    def of_words(self, words: Words, nq: int) -> Ints:
+        """The pattern of each tile, row by row, from the words of all pairs (rows, Nk)."""
+        rows, nk = words.shape
+        columns = -(-nk // self.tile_k)
+        padded = np.zeros((rows, columns * self.tile_k), np.uint64)
+        padded[:, :nk] = words
+        queries = np.minimum(TILE_Q, nq - TILE_Q * np.arange(rows))
+        keys = np.minimum(self.tile_k, nk - self.tile_k * np.arange(columns))
+        pairs = np.repeat(queries, columns) * np.tile(keys, rows)
+        return self._stored(np.arange(len(pairs)), padded.reshape(-1, self.tile_k), pairs)
 
     def _stored(self, group: Ints, words: Words, pairs: Ints) -> Ints:
         """The pattern of each tile, from its group and the words of each group."""

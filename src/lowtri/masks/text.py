@@ -160,6 +160,8 @@ def _float_error(given: str, value: Any) -> str:
 def pack(mask: Mask) -> tuple[str | None, list[Any]]:
     """The text of a mask, and the arrays of its placeholders; the text is None if the mask holds a user's function.
 
+    While torch.compile traces, numbers have placeholders, too, since one program then serves masks of other numbers.
+
     >>> from lowtri import causal, documents
     >>> pack(causal() & documents([0, 0, 1]))
     ('causal & documents(_0)', [array([0, 0, 1])])
@@ -183,27 +185,33 @@ def unpack(text: str, arrays: Sequence[Any]) -> Mask:
     for known_text, known, unpacked in _recent:
         if known_text == text and len(known) == len(arrays):
             pairs = zip(known, arrays, strict=True)
-            if all(a.array.dtype == b.dtype and np.array_equal(a.array, b) for a, b in pairs):
+            if all(_is_equal(a, b) for a, b in pairs):
                 return unpacked
-    frozen = tuple(FrozenArray(array) for array in arrays)
+    frozen = tuple(x if isinstance(x, int) else FrozenArray(x) for x in arrays)
     _recent = ((text, frozen, _unpack(text, frozen)), *_recent[:1])
     return _recent[0][2]
 
 
 # The layers of a model alternate between one or two masks, and comparing an array costs a tenth of hashing it.
-_recent: tuple[tuple[str, tuple[FrozenArray, ...], Mask], ...] = ()
+_recent: tuple[tuple[str, tuple[FrozenArray | int, ...], Mask], ...] = ()
+
+
+def _is_equal(known: FrozenArray | int, given: Any) -> bool:
+    if isinstance(known, int) or isinstance(given, int):
+        return known is given or known == given
+    return bool(known.array.dtype == given.dtype and np.array_equal(known.array, given))
 
 
 @lru_cache(32)
-def _unpack(text: str, frozen: tuple[FrozenArray, ...]) -> Mask:
-    return _read(text, [array.array for array in frozen]) if frozen else mask(text)
+def _unpack(text: str, frozen: tuple[FrozenArray | int, ...]) -> Mask:
+    return _read(text, [x if isinstance(x, int) else x.array for x in frozen]) if frozen else mask(text)
 
 
 # The parser.
 
 
 def _read(text: str, arrays: Sequence[Any] = ()) -> Mask:
-    """The mask of a text, in which ``_0, _1, ...`` stand for arrays, as in ``causal & documents(_0)``."""
+    """The mask of a text, in which ``_0, _1, ...`` stand for arrays and numbers, as in ``causal & documents(_0)``."""
     return _Reader(text, arrays).whole()
 
 

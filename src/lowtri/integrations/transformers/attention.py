@@ -7,7 +7,6 @@ the operator does not support run after a graph break under torch.compile, and r
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -25,9 +24,6 @@ from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import CallOptions
-
-_log = logging.getLogger("lowtri.integrations.transformers")
-_warned: set[str] = set()
 
 # Arguments of some models that lowtri's attention does not support; None is accepted.
 _UNSUPPORTED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
@@ -199,10 +195,6 @@ def _attend_with(
         positions = top_left_positions(nq, nk, query.device)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    if dropout:
-        _warn_once(
-            "dropout: the kernels do not drop weights, so training with dropout runs on torch's attention or the formula."
-        )
     result: Any = attention(
         query,
         key,
@@ -302,9 +294,3 @@ def _reject_unsupported(cache: Any, others: dict[str, Any]) -> None:
                 f"transformers: the model passes {name}, and lowtri would have to leave it out.\n"
                 'Fix: attn_implementation="eager" for this model.'
             )
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        _log.warning(message)

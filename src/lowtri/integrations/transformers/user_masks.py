@@ -390,11 +390,17 @@ def _first_positions(model: Any) -> frozenset[int]:
 
 def _remember(forward: Forward, output: Any) -> None:
     """Let the cache of a forward know its documents."""
-    values = output if isinstance(output, tuple) else (getattr(output, name, None) for name in CACHE_NAMES)
-    if isinstance(output, dict):
-        values = (output.get(name) for name in CACHE_NAMES)
-    for value in (*(forward.named.get(name) for name in CACHE_NAMES), *values):
-        if value is not None and forward.packing is not None:
+    if forward.packing is None:
+        return
+    if isinstance(output, tuple):
+        values = list(output)
+    elif isinstance(output, dict):
+        # Its items, since get() of transformers 5.24 warns where it is asked for an older name.
+        values = [value for name, value in output.items() if name in CACHE_NAMES]
+    else:
+        values = [getattr(output, name, None) for name in CACHE_NAMES]
+    for value in [*(forward.named.get(name) for name in CACHE_NAMES), *values]:
+        if value is not None:
             remember(value, forward.packing)
 
 

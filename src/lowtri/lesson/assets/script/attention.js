@@ -1,5 +1,5 @@
 "use strict";
-// A sentence as tokens and numbers, and every step of attention. The same arithmetic as lowtri.explain, in double precision.
+// A sentence as words and numbers, and every step of attention. The same arithmetic as lowtri.explain, in double precision.
 
 (() => {
   const Lesson = globalThis.Lesson;
@@ -11,23 +11,75 @@
     "\\uf900-\\ufaff\\uff01-\\uff0f\\uff1a-\\uff20\\uff3b-\\uff40\\uff5b-\\uff9f\\u{20000}-\\u{3ffff}]", "u");
   const MARK = /[\p{M}\u0e33\u0eb3]/u; // marks stay with the character that carries them
 
-  /** A text cut at spaces, and by characters where its script has none; at most `MOST_TOKENS` tokens. */
+  /** A text cut at spaces, and by characters where its script has none, as lowtri's command cuts it. */
+  Lesson.characters = (text) => text.split(/\s+/u).flatMap(charactersOf);
+
+  function charactersOf(word) {
+    const tokens = [];
+    let base = "";
+    for (const c of word) {
+      const mark = MARK.test(c);
+      if (base && (mark || !(UNSPACED.test(c) || UNSPACED.test(base)))) tokens[tokens.length - 1] += c;
+      else tokens.push(c);
+      base = base && mark ? base : c;
+    }
+    return tokens;
+  }
+
+  /** A run of an unspaced script as words that the page knows, from the place `at`; null if it is not made of them. */
+  function known(run, words, at = 0) {
+    if (at === run.length) return [];
+    for (const word of words) {
+      if (!run.startsWith(word, at)) continue;
+      const rest = known(run, words, at + word.length);
+      if (rest) return [word, ...rest];
+    }
+    return null;
+  }
+
+  /** A run of an unspaced script as its readers cut it: into words of the page, or by the browser's dictionary. */
+  function wordsOf(run) {
+    const found = known(run, Lesson.data.words ?? []);
+    if (found) return found;
+    if (!Intl.Segmenter) return charactersOf(run);
+    const segmenter = new Intl.Segmenter(Lesson.data.language, { granularity: "word" });
+    return [...segmenter.segment(run)].map(({ segment }) => segment);
+  }
+
+  /** A text as words: cut at spaces, and where its script has none as its readers cut it. */
   Lesson.tokens = (text) => {
     const tokens = [];
+    let run = "";
+    const flush = () => {
+      if (run) tokens.push(...wordsOf(run));
+      run = "";
+    };
     for (const word of text.split(/\s+/u)) {
-      let base = "";
-      for (const c of word) {
-        const mark = MARK.test(c);
-        if (base && (mark || !(UNSPACED.test(c) || UNSPACED.test(base)))) tokens[tokens.length - 1] += c;
-        else tokens.push(c);
-        base = base && mark ? base : c;
+      for (const token of charactersOf(word)) {
+        if (UNSPACED.test(token)) run += token;
+        else {
+          flush();
+          tokens.push(token);
+        }
       }
+      flush();
     }
     return tokens;
   };
 
-  /** Two numbers for a token, always the same ones: drawn from its characters, since no one trained them. */
-  Lesson.embedding = (token) => {
+  const position = (p) => [Math.sin(p), Math.cos(p)];
+
+  /** The words of the worked example have the numbers that give its encodings at their own places. */
+  function ofExample(token) {
+    const { example, sentences } = Lesson.data;
+    const p = example && sentences ? sentences.example.indexOf(token) : -1;
+    return p < 0 ? null : example.encodings[p].map((x, d) => x - position(p)[d]);
+  }
+
+  /** Two numbers for a token, the same ones wherever it stands: drawn from its characters, since no one trained them. */
+  Lesson.embedding = (token) => ofExample(token) ?? drawn(token);
+
+  function drawn(token) {
     let hash = 2166136261;
     for (const byte of new TextEncoder().encode(token)) hash = Math.imul(hash ^ byte, 16777619);
     const draw = () => {
@@ -37,17 +89,13 @@
       return ((x ^ (x >>> 14)) >>> 0) / 4294967296;
     };
     return [0, 1].map(() => Math.round((draw() * 4 - 2) * 100) / 100);
-  };
+  }
 
   /** Encodings (N, 2): the embedding of each token plus the sinusoidal position, to two decimals. */
-  Lesson.encodings = (tokens) => {
-    const example = Lesson.data.example;
-    if (example && tokens.join(" ") === example.tokens.join(" ")) return example.encodings.map((row) => [...row]);
-    return tokens.map((token, p) => {
-      const [a, b] = Lesson.embedding(token);
-      return [a + Math.sin(p), b + Math.cos(p)].map((x) => Math.round(x * 100) / 100);
-    });
-  };
+  Lesson.encodings = (tokens) => tokens.map((token, p) => {
+    const place = position(p);
+    return Lesson.embedding(token).map((x, d) => Math.round((x + place[d]) * 100) / 100);
+  });
 
   // Plain loops: 200 tokens have 40,000 scores, and a phone computes them at every letter that is typed.
   const dot = (a, b) => {

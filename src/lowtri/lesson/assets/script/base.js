@@ -36,8 +36,14 @@ globalThis.Lesson = {};
   Lesson.number = (x, digits = 2) => {
     if (x === -Infinity) return "−∞";
     const text = x.toFixed(digits);
-    return (Number(text) === 0 ? text.replace("-", "") : text).replace("-", "−");
+    return written(Number(text) === 0 ? text.replace("-", "") : text);
   };
+
+  /** The digits of a number with a true minus sign and the decimal sign of the language. */
+  const written = (digits) => digits.replace("-", "−").replace(".", Lesson.data.decimal ?? ".");
+
+  /** A number as 4.5e−5. */
+  Lesson.exponential = (x, digits) => written(x.toExponential(digits));
 
   /** Characters that are invisible or reverse the reading order are written as escapes. */
   Lesson.spelled = (text) =>

@@ -61,6 +61,9 @@
       picture.firstChild.append(el("rect", { x: -0.5, y: at * side - 0.5, width: 210, height: side, fill: "none", "stroke-width": 2.5, rx: 2, style: "stroke: var(--ink)" }));
       const key = at === n - 1 ? "why.says.end" : masked.checked ? "why.says.on" : "why.says.off";
       find("arcs", ".says").textContent = t(key, { word: words[at], n: visible, all: n, next: words[at + 1] });
+      const mask = masked.checked ? "causal" : "full";
+      Lesson.python("arcs", `import lowtri\n\nwords = [${words.map((word) => JSON.stringify(word)).join(", ")}]\n` +
+        `print(lowtri.${mask}().draw(${n}, tokens=words, ticks=True))`);
     }
     masked.addEventListener("change", draw);
     addEventListener("resize", draw);
@@ -253,7 +256,7 @@
       find("patterns-figure", "[data-note=n]").textContent = n;
       find("patterns-figure", "[data-note=w]").textContent = w;
       const texts = { causal: "causal", window: `causal & window(${w})`, sinks: `causal & (window(${w}) | first(2))`,
-        documents: `causal & documents(lengths=[${w}, ${Math.max(1, n - w)}])`, prefix: `causal | first(${w})` };
+        documents: `causal & documents(lengths=[${Math.min(w, n - 1)}, ${n - Math.min(w, n - 1)}])`, prefix: `causal | first(${w})` };
       for (const { name, picture, code, count } of parts) {
         const sees = Lesson.mask(texts[name]);
         const table = Lesson.table(sees, n);

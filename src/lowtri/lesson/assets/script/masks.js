@@ -56,10 +56,13 @@
       labels = sizes.flatMap((size, document) => Array(Math.min(size, 4096)).fill(document));
       if (!labels.length) throw new MaskError("error.list", { name: "documents" });
       labels.push(sizes.length - 1);
+      labels.total = sizes.reduce((sum, size) => sum + size, 0);
     }
     const keys = keyIds === undefined ? labels : list("documents", keyIds, isCount);
     const [query, key] = [labelled(labels), labelled(keys)];
-    return (q, k) => query(q) === key(k);
+    const sees = (q, k) => query(q) === key(k);
+    if (ids === undefined && !openEnd) sees.total = labels.total;
+    return sees;
   }
 
   function keys(valid, lengths) {
@@ -99,6 +102,7 @@
     constructor(text) {
       this.text = text;
       this.next = 0;
+      this.totals = []; // of each set of documents with lengths: how many tokens they have together
       this.scan();
     }
 
@@ -206,7 +210,9 @@
       if (!OPTIONAL.includes(name) && missing >= 0) {
         throw new MaskError("error.arguments", { call: `${name}(${parameters.join(", ")})` });
       }
-      return new Mask(make(...values));
+      const sees = make(...values);
+      if (sees.total !== undefined) this.totals.push(sees.total);
+      return new Mask(sees);
     }
 
     arguments(name, parameters, depth) {
@@ -232,12 +238,17 @@
     }
   }
 
-  /** The mask of a text, as a function (q, k) -> bool. Throws a MaskError in the page's language. */
-  Lesson.mask = (text) => {
+  /**
+   * The mask of a text, as a function (q, k) -> bool. Throws a MaskError in the page's language; for a sentence of `n` tokens
+   * also where lengths of documents do not add up to n, which lowtri refuses.
+   */
+  Lesson.mask = (text, n = null) => {
     const reader = new Reader(text);
     const value = reader.value(0);
     if (reader.token) throw reader.fail();
     if (!(value instanceof Mask)) throw new MaskError("error.syntax", { what: shown(text) });
+    const total = n ? reader.totals.find((total) => total !== n) : undefined;
+    if (total !== undefined) throw new MaskError("error.lengths", { total, n });
     return value.sees;
   };
 

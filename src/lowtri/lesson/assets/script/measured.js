@@ -61,7 +61,7 @@
       [t(`forms.${name}`), times[name], `${Lesson.number(times[name])} ms`, name === "lowtri" ? "--w-hue" : "--q-hue"]));
     const { modes } = Lesson.data.experiment;
     const rows = Object.entries(modes).flatMap(([layers, mode]) => Object.entries(mode).map(([name, size]) =>
-      [`${layers === "1" ? t("cache.layer") : t("cache.layers", { n: layers })}: ${t(`cache.mode.${name}`)}`, size, size < 0.001 ? size.toExponential(0).replace("-", "−") : Lesson.number(size), size < 0.001 ? "--w-hue" : "--bad"]));
+      [`${layers === "1" ? t("cache.layer") : t("cache.layers", { n: layers })}: ${t(`cache.mode.${name}`)}`, size, size < 0.001 ? Lesson.exponential(size, 0) : Lesson.number(size), size < 0.001 ? "--w-hue" : "--bad"]));
     bars(find("modes", ".bars"), rows);
   }
 
@@ -133,6 +133,7 @@
     function choose(it) {
       [model, at] = [it, unpacked(it)];
       for (const [other, button] of buttons) button.setAttribute("aria-pressed", other === it);
+      Lesson.python("maps", Lesson.data.programs[it.program]);
       const [layers, heads] = it.shape;
       thumbs.style.setProperty("--layers", layers);
       thumbs.style.setProperty("--heads", heads);
@@ -180,6 +181,7 @@
     Lesson.repaint = () => choose(model);
   }
 
+  const NOISE = 0.99; // a loss of white noise below this is no accident
   const LOOKS = { "█": "seen", "○": "blind", "▒": "soft", "·": "hid", "✗": "leak" };
 
   function gallery() {
@@ -189,7 +191,8 @@
       key("background: var(--hatch)", t("gallery.hidden")), key("background: var(--bad)", t("gallery.leak"))));
     for (const piece of Lesson.data.gallery.pieces) {
       const [q, k] = piece.pair;
-      const loss = piece.loss === null ? t("gallery.noloss") : t(piece.loss < 0.99 ? "gallery.loss" : "gallery.honest", { loss: Lesson.number(piece.loss) });
+      const shown = piece.loss === null ? "" : Lesson.number(piece.loss, 3); // with the digits that the verdict is about
+      const loss = piece.loss === null ? t("gallery.noloss") : t(piece.loss < NOISE ? "gallery.loss" : "gallery.honest", { loss: shown });
       box.append(el("article", {}, el("h3", {}, t(`gallery.${piece.name}`)),
         Lesson.grid(piece.cells.map((row) => [...row].map((sign) => LOOKS[sign])), t(`gallery.${piece.name}`)),
         el("p", {}, el("code", {}, piece.mask)), el("p", {}, t("gallery.pair", { q, k })), el("p", {}, loss)));

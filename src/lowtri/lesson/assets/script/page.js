@@ -10,13 +10,26 @@
     document.getElementById("theme").addEventListener("click", () => {
       const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
       root.dataset.theme = dark ? "light" : "dark";
-      Lesson.ready.then(() => { Lesson.repaint(); Lesson.bench.paint(); });
+      Lesson.ready.then(() => {
+        Lesson.repaint();
+        Lesson.bench.paint();
+        Lesson.address.write();
+      });
     });
     const motion = document.getElementById("motion");
+    const says = () => { // where the system asks for stillness, the page cannot overrule it, and says so
+      const asked = matchMedia("(prefers-reduced-motion: reduce)").matches;
+      motion.disabled = asked;
+      motion.setAttribute("aria-pressed", Lesson.moves());
+      motion.title = t(asked ? "nav.motion.system" : Lesson.moves() ? "nav.motion" : "nav.motion.off");
+      motion.querySelector(".sr").textContent = motion.title;
+    };
     motion.addEventListener("click", () => {
       root.toggleAttribute("data-still");
-      motion.setAttribute("aria-pressed", !root.hasAttribute("data-still"));
+      says();
     });
+    matchMedia("(prefers-reduced-motion: reduce)").addEventListener("change", says);
+    says();
     document.addEventListener("click", async (event) => {
       const button = event.target.closest("[data-copy]");
       if (!button) return;
@@ -38,6 +51,7 @@
     const seen = new IntersectionObserver((entries) => {
       for (const entry of entries) {
         if (!entry.isIntersecting) continue;
+        Lesson.address.at(entry.target.id);
         for (const [id, a] of links) {
           if (id === entry.target.id) a.setAttribute("aria-current", "true");
           else a.removeAttribute("aria-current");
@@ -61,18 +75,25 @@
 
   Lesson.start = () => {
     Lesson.data = JSON.parse(document.getElementById("lesson-data").textContent);
+    Lesson.address.theme();
     buttons();
-    contents();
     tables();
     const bench = () => {
       Lesson.bench = new Lesson.Workbench(document.getElementById("bench"));
       Lesson.walk = new Lesson.Walk(Lesson.bench);
+      Lesson.address.read();
+      Lesson.bench.onchange = Lesson.address.later;
     };
     // One figure a task, after the text has been painted (a tab in the background does not paint): the page answers in between.
     const painted = new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 500); });
     const task = (figure) => new Promise((done) => { setTimeout(() => { figure(); done(); }); });
     const [first, ...others] = Lesson.figures;
-    Lesson.ready = [first, bench, ...others].reduce((before, figure) => before.then(() => task(figure)), painted);
+    Lesson.ready = [first, bench, ...others].reduce((before, figure) => before.then(() => task(figure)), painted).then(() => {
+      const target = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
+      if (target) target.scrollIntoView(); // figures above it have grown since the browser went there
+      contents();
+      Lesson.address.write();
+    });
   };
 
   if (typeof document !== "undefined") Lesson.start();

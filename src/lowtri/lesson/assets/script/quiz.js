@@ -15,7 +15,7 @@
       const w = Math.exp(x) / (1 + Math.exp(x));
       const name = x === -1e9 ? "−1e9" : Lesson.number(x, 0);
       slider.setAttribute("aria-valuetext", name);
-      const shown = w === 0 ? "0" : w < 1e-4 ? w.toExponential(1).replace("-", "−") : Lesson.number(w, 4);
+      const shown = w === 0 ? "0" : w < 1e-4 ? Lesson.exponential(w, 1) : Lesson.number(w, 4);
       const w16 = w < 2 ** -25 ? "0" : shown; // the least number above 0 in float16 is 2**-24
       const inHalf = x < -65504 && x !== -Infinity ? t("traps.3.half.out") : t("traps.3.half.ok", { w16 });
       says.textContent = t("traps.3.says", { x: name, w32: shown, half: inHalf });
@@ -42,7 +42,7 @@
 
   function quiz() {
     const box = document.querySelector(".quiz");
-    let right = 0;
+    let right = 0; // rounds whose first answer was right
     ROUNDS.forEach(([peeks, programs], round) => {
       let done = false;
       const says = el("p", { class: "says", "aria-live": "polite" });
@@ -65,7 +65,8 @@
       });
       box.append(el("h3", {}, `${round + 1}`), group, says);
     });
-    box.append(el("p", {}, t("quiz.end")));
+    box.append(el("p", {}, t("quiz.end")), ...[1, 2, 3].map((n) =>
+      el("details", {}, el("summary", {}, t(`quiz.q${n}`)), el("p", {}, t(`quiz.a${n}`)))));
   }
 
   Lesson.figures.push(half, quiz);

@@ -5,6 +5,18 @@
   const Lesson = globalThis.Lesson;
   const { el, t } = Lesson;
 
+  // The masks of the buttons, for a sentence of n tokens.
+  const PRESETS = {
+    causal: () => "causal",
+    full: () => "full",
+    window: () => "causal & window(2)",
+    sinks: () => "causal & (window(2) | first(1))",
+    prefix: () => "causal | first(2)",
+    documents: (n) => `causal & documents(lengths=[${n < 2 ? Math.max(1, n) : `${Math.ceil(n / 2)}, ${Math.floor(n / 2)}`}])`,
+  };
+  const WINDOW = /\bwindow\((\d+)\)/;
+  const FIRST_PICKED = ["scaled", 2, 1];
+
   class Workbench {
     constructor(root) {
       this.root = root;
@@ -13,7 +25,8 @@
       this.maskText = document.getElementById("mask-text");
       this.maskSwitch = document.getElementById("mask-switch");
       this.width = document.getElementById("window-width");
-      this.picked = ["scaled", 2, 1];
+      this.picked = FIRST_PICKED;
+      this.lastGood = "causal"; // the mask in force while a text cannot be read
       this.drawn = null; // a table drawn by hand
       this.edited = false; // whether q or k was changed by hand
       this.origin = 0; // first token shown, where there are more than fit
@@ -52,20 +65,17 @@
     }
 
     listen() {
-      this.sentence.addEventListener("input", () => { this.edited = false; this.drawn = null; this.read(); });
+      this.sentence.addEventListener("input", () => this.setSentence(this.sentence.value));
       this.maskText.addEventListener("input", () => { this.drawn = null; this.read(); });
       this.maskSwitch.addEventListener("change", () => this.compute());
       this.width.addEventListener("input", () => {
-        this.setMask(`causal & window(${this.width.value})`);
+        this.setMask(this.maskText.value.replace(WINDOW, `window(${this.width.value})`));
       });
-      for (const button of this.root.querySelectorAll("[data-mask]")) {
-        button.addEventListener("click", () => this.setMask(button.dataset.mask));
+      this.presets = [...this.root.querySelectorAll("[data-preset]")];
+      for (const button of this.presets) {
+        button.addEventListener("click", () => this.setMask(PRESETS[button.dataset.preset](this.n)));
       }
-      this.find("[data-action=reset]").addEventListener("click", () => {
-        this.sentence.value = Lesson.data.example.sentence;
-        this.edited = false;
-        this.setMask("causal");
-      });
+      this.find("[data-action=reset]").addEventListener("click", () => this.reset());
       this.find("[data-action=replace]").addEventListener("click", () => this.replaceLast());
       this.root.addEventListener("pointerleave", () => this.highlight());
       this.overview = this.find("canvas");
@@ -83,6 +93,25 @@
       matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.paint());
     }
 
+    reset() {
+      if (Lesson.walk) Lesson.walk.go(-1);
+      this.sentence.value = Lesson.data.sentences.start;
+      this.edited = false;
+      this.picked = FIRST_PICKED;
+      this.origin = 0;
+      this.setMask("causal");
+    }
+
+    /** Another sentence. Documents from their button are laid out anew, because their lengths are those of the sentence. */
+    setSentence(text) {
+      const follows = this.maskText.value === PRESETS.documents(this.n);
+      this.sentence.value = text;
+      this.edited = false;
+      this.drawn = null;
+      if (follows) this.maskText.value = PRESETS.documents(Math.min(Lesson.tokens(text).length, Lesson.MOST_TOKENS));
+      this.read();
+    }
+
     setMask(text) {
       this.maskText.value = text;
       this.maskSwitch.checked = true;
@@ -95,6 +124,7 @@
       const all = Lesson.tokens(this.sentence.value);
       this.tokens = all.slice(0, Lesson.MOST_TOKENS);
       this.n = this.tokens.length;
+      if (this.drawn && this.drawn.length !== this.n) this.drawn = null;
       const remark = !this.n ? t("bench.empty") : all.length > this.n ? t("bench.cut", { n: this.n, all: all.length }) : "";
       this.find("[data-note=sentence]").textContent = remark;
       if (!this.edited) {
@@ -105,25 +135,42 @@
       const note = this.find("[data-note=mask]");
       try {
         if (!this.drawn) {
-          this.sees = Lesson.mask(this.maskText.value);
-          this.lastGood = this.maskText.value; // stays in force while a text cannot be read
+          this.sees = Lesson.mask(this.maskText.value, this.n);
+          this.lastGood = this.maskText.value;
         }
         this.problem = "";
         this.maskText.removeAttribute("aria-invalid");
       } catch (error) {
-        this.problem = error.message;
+        this.keepLast();
+        this.problem = `${error.message} ${t("bench.inforce", { mask: this.lastGood.trim() })}`;
         this.maskText.setAttribute("aria-invalid", "true");
       }
       note.textContent = this.problem;
       this.width.max = Math.max(2, Math.min(this.n, 32));
-      const window = /^causal & window\((\d+)\)$/.exec(this.maskText.value.trim());
+      const window = this.drawn ? null : WINDOW.exec(this.maskText.value);
+      this.width.disabled = !window;
       if (window) this.width.value = window[1];
-      this.find("[data-note=width]").textContent = window ? window[1] : "–";
+      this.find("[data-note=width]").textContent = window ? window[1] : t("bench.nowindow");
       this.compute();
+    }
+
+    /** The last mask that could be read stays in force; where the sentence has outgrown it, the causal mask. */
+    keepLast() {
+      try {
+        this.sees = Lesson.mask(this.lastGood, this.n);
+      } catch {
+        this.lastGood = "causal";
+        this.sees = Lesson.mask("causal");
+      }
     }
 
     compute() {
       this.root.classList.toggle("no-tokens", !this.n);
+      this.find("[data-note=replaced]").textContent = "";
+      for (const button of this.presets) {
+        const chosen = this.maskSwitch.checked && !this.drawn && this.maskText.value.trim() === PRESETS[button.dataset.preset](this.n);
+        button.setAttribute("aria-pressed", chosen);
+      }
       const before = this.steps && this.steps.weights;
       const asked = this.drawn || (this.n ? Lesson.table(this.sees, this.n) : []);
       this.asked = asked;
@@ -227,19 +274,24 @@
     /** A tap on the mask draws; a tap elsewhere selects. */
     press(name, i, j) {
       if (name === "mask") {
-        this.drawn = this.asked.map((row) => [...row]);
-        this.drawn[i][j] = !this.visible[i][j];
-        this.maskSwitch.checked = true;
-        const named = this.n <= 16 ? Lesson.nameOf(this.drawn) : null;
-        this.maskText.value = named ?? "";
-        this.maskText.placeholder = t("bench.drawn");
-        if (named) this.drawn = null;
+        const table = this.asked.map((row) => [...row]);
+        table[i][j] = !this.visible[i][j];
         const cell = document.activeElement;
-        this.read();
-        if (this.drawn) this.find("[data-note=mask]").textContent = t("bench.drawn");
+        this.maskSwitch.checked = true;
+        this.draw(table);
         if (cell && cell.isConnected) cell.focus();
       }
       this.pick(name, i, j);
+    }
+
+    /** A table drawn by hand is the mask; where a text has this table, the text is. */
+    draw(table) {
+      const named = this.n <= 16 ? Lesson.nameOf(table) : null;
+      this.maskText.value = named ?? "";
+      this.maskText.placeholder = t("bench.drawn");
+      this.drawn = named ? null : table;
+      this.read();
+      if (this.drawn) this.find("[data-note=mask]").textContent = t("bench.drawn");
     }
 
     highlight() {
@@ -295,9 +347,7 @@
       const spaced = this.sentence.value.trimEnd();
       this.sentence.value = spaced.slice(0, spaced.lastIndexOf(last)) + word;
       this.edited = false;
-      const table = this.drawn;
       this.read();
-      this.drawn = table;
       const changed = this.steps.weights.map((row, i) => row.join() !== before[i]);
       this.matrices.weights.mark("changed", (i) => changed[i]);
       const rows = changed.flatMap((x, i) => (x ? [i + 1] : []));
