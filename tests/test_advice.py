@@ -97,8 +97,8 @@ CASES = {
         ALONE,
     ),
     "jagged": Advice(
-        lambda: lowtri.attention(*JAGGED, "causal"),
-        "torch.nested.to_padded_tensor(q, 0.0), and keys(lengths=[...]) in the mask",
+        lambda: lowtri.attention(*JAGGED, "causal", return_weights=True),
+        "torch.nested.to_padded_tensor, and keys(lengths=[...]) in the mask",
         lambda: padded_attention(JAGGED),
         ALONE,
     ),

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtri
@@ -81,33 +76,6 @@ def check(mask, sizes, block, pads=None, capacity=0):
         start += size
     assert cache.held + cache.evicted == (n if pads is None else max(0, n - min(pads)))
     return cache
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    st.sampled_from(NAMES),
-    st.lists(st.integers(1, 14), min_size=1, max_size=9),
-    st.sampled_from([1, 2, 5, 64]),
-    st.integers(0, 3),
-)
-@example("window", [1, 30, 1, 1, 1, 1, 1, 1], 2, 0)  # a chunk longer than the window, and than the ring
-@example("window", [1] * 40, 1, 3)
-def test_attention_over_the_cache_is_attention_over_everything(name, sizes, block, capacity):
-    sizes = whole_prefix(name, sizes)
-    check(masks(sum(sizes))[name], sizes, block, capacity=capacity)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(["causal", "window", "sinks", "prefix", "chunks", "keys of rows", "heads", "documents of rows"]),
-    st.lists(st.integers(1, 8), min_size=1, max_size=9),
-    st.sampled_from([1, 2, 64]),
-    st.tuples(st.integers(0, 9), st.integers(0, 9)),
-)
-@example("window", [6] + [1] * 30, 1, (5, 0))
-def test_rows_of_different_lengths_share_the_slots(name, sizes, block, pads):
-    sizes = whole_prefix(name, sizes, pads)
-    check(masks(sum(sizes))[name], sizes, block, pads)
 
 
 @pytest.mark.sweep
@@ -248,39 +216,6 @@ def test_positions_returned_before_a_crop_are_checked_again():
 # crop and reorder
 
 
-def test_crop_removes_a_rejected_draft():
-    mask, n = lowtri.causal() & lowtri.window(6), 60
-    q, k, v = tokens(n)
-    wrong = np.full((ROWS, 1, 4, SIZE), 1e6)
-    cache, t = KVCache(mask, block=2), 0
-    while t < n - 4:
-        cache.append(np.concatenate([k[:, :, t : t + 2], wrong], 2), np.concatenate([v[:, :, t : t + 2], wrong], 2))
-        t += 2
-        cache.crop(t)
-        assert cache.next_positions(1).tolist() == [t] and cache.length == t
-        keys, values, places = cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
-        t += 1
-        found = lowtri.attention(q[:, :, t - 1 : t], keys, values, mask, q_positions=[t - 1], k_positions=places)
-        expected = lowtri.attention(q[:, :, :t], k[:, :, :t], v[:, :, :t], mask)[:, :, -1:]
-        assert np.abs(found - expected).max() < 1e-12
-
-
-def test_crop_of_each_row():
-    q, k, v = tokens(12)
-    cache = KVCache("causal", block=2)
-    cache.append(k[:, :, :8], v[:, :, :8])
-    cache.crop([5, 7])
-    assert cache.next_positions(2).tolist() == [[5, 6], [7, 8]]
-    keys, values, places = cache.append(k[:, :, 8:10], v[:, :, 8:10])
-    found = lowtri.attention(q[:, :, 8:10], keys, values, "causal", q_positions=[[5, 6], [7, 8]], k_positions=places)
-    for b, stay in enumerate([5, 7]):
-        at = [*range(stay), 8, 9]
-        expected = lowtri.attention(q[b, :, at[-2:]].swapaxes(0, 1), k[b][:, at], v[b][:, at], "causal")
-        assert np.abs(found[b] - expected).max() < 1e-12
-    cache.crop(0)
-    assert cache.held == 0 and cache.next_positions(1).tolist() == [[0], [0]]
-
-
 def test_crop_refuses_positions_whose_keys_are_evicted():
     cache, token = KVCache("window(4)", block=1), np.ones((1, 1, 2))
     for _ in range(20):
@@ -292,42 +227,6 @@ def test_crop_refuses_positions_whose_keys_are_evicted():
         cache.crop(-1)
     with pytest.raises(CallError, match="one for all or one for each of 1 rows"):
         cache.crop([19, 19])
-
-
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_reorder_follows_the_beams(kind):
-    _, k, v = tokens(20)
-    cache, start = KVCache("window(5)", block=2), 0
-    beams = [[0, 1], [1, 1], [1, 0], [0, 0]]
-    history = [[] for _ in range(ROWS)]  # which token of which row each row has seen
-    for beam in beams:
-        for _ in range(4):
-            new = slice(start, start + 1)
-            keys, _, _ = cache.append(
-                *(torch.from_numpy(x[:, :, new]) if kind == "torch" else x[:, :, new] for x in (k, v))
-            )
-            for b in range(ROWS):
-                history[b].append((b, start))
-            start += 1
-        cache.reorder(beam)
-        history = [list(history[b]) for b in beam]
-    last = k[:, :, -1:]
-    keys, _, places = cache.append(torch.from_numpy(last) if kind == "torch" else last, keys[:, :, :1])
-    for b in range(ROWS):
-        for slot, place in enumerate(places):
-            if start - 5 < place < start:
-                row, at = history[b][place]
-                assert np.array_equal(np.asarray(keys[b, :, slot]), k[row, :, at])
-
-
-def test_reorder_can_grow_the_batch_and_moves_positions():
-    cache = KVCache("causal")
-    k = np.arange(24.0).reshape(2, 1, 3, 4)
-    cache.append(k, k, [[-1, 0, 1], [0, 1, 2]])
-    cache.reorder([1, 1, 0])
-    keys, _, places = cache.append(np.zeros((3, 1, 1, 4)), np.zeros((3, 1, 1, 4)))
-    assert places.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [-1, 0, 1, 2]]
-    assert np.array_equal(keys[:, :, :3], k[[1, 1, 0]])
 
 
 def test_reorder_refuses_missing_rows_and_rows_with_another_mask():
@@ -503,24 +402,6 @@ def test_attend_has_the_bits_of_append_and_attention(mask, dtype):
     step(2, np.array([[-1, 81], [81, 82]]))
     for _ in range(3):
         step(1)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_copy_of_a_cache_goes_on_alone(copied, kind):
-    one, x = KVCache("causal & window(40)"), torch.randn(70, 1, 2, 1, 32)
-    x = x.numpy() if kind == "numpy" else x
-    for token in x[:50]:
-        one.attend(token, token, token)
-    two = copied(one)
-    for token in x[50:]:
-        other = token[..., ::-1] if kind == "numpy" else token.flip(-1)
-        expected = one.attend(token, token, token)
-        assert (two.attend(token, token, token) == expected).all()
-        two.crop(two.length - 1)
-        two.attend(other, other, other)
-        two.crop(two.length - 1)
-        two.append(token, token)
 
 
 @pytest.mark.parametrize("mask", ["causal", "causal & window(4)"])

@@ -128,7 +128,8 @@ def attention(
            [0.26, 0.26, 0.47]])
 
     Args:
-        q: (..., Hq, Nq, D), or (H, N, D), or (N, D); NumPy array or torch tensor.
+        q: (..., Hq, Nq, D), or (H, N, D), or (N, D); NumPy array or torch tensor. Or q, k and v are jagged nested tensors of torch,
+            (B, H, j, D): each sequence is attended by itself, from position 0, without padding, and the result is jagged.
         k: (..., Hkv, Nk, D). Hq is a multiple of Hkv; query head h uses key/value head h // (Hq // Hkv).
         v: (..., Hkv, Nk, Dv).
         mask: a mask or its text; required.
@@ -186,6 +187,10 @@ def attention(
         return_received,
     )
     if not is_traced():
+        if "NestedTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):  # torch's class of jagged tensors
+            from lowtri.dispatch.jagged import attend_jagged
+
+            return attend_jagged(q, k, v, mask, options)
         return run_eagerly(q, k, v, mask, options)
     from lowtri.dispatch.operators import traced
 

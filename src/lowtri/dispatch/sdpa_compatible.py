@@ -16,6 +16,7 @@ from lowtri.masks.formulas import Full, causal, full
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import check_flag
 from lowtri.ops.arguments import plain_array
+from lowtri.ops.call import CallOptions
 from lowtri.ops.dense_tables import lowest_number, read_bools, read_numbers
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def scaled_dot_product_attention(
     True
 
     Args:
-        query: (..., L, E).  key: (..., S, E).  value: (..., S, Ev). The leading dimensions broadcast.
+        query: (..., L, E).  key: (..., S, E).  value: (..., S, Ev). The leading dimensions broadcast. Or jagged nested tensors.
         attn_mask: bools, True = attend, or numbers to add to the scores; broadcasts to (..., L, S); or torch's
             ``causal_upper_left`` or ``causal_lower_right``. One of keys alone, (S,) or (B, 1, 1, S), is never widened to all pairs.
         dropout_p: the probability with which a weight is dropped, in training and in evaluation alike.
@@ -84,6 +85,8 @@ def scaled_dot_product_attention(
     """
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         is_causal, enable_gqa = check_flag(_NAME, "is_causal", is_causal), check_flag(_NAME, "enable_gqa", enable_gqa)
+    if type(query).__name__ == "NestedTensor" and not is_traced():  # torch's class of jagged tensors
+        return _jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     usual = _is_usual(query, key, value, enable_gqa)
     if usual:
         q, k, v = query, key, value
@@ -104,6 +107,22 @@ def scaled_dot_product_attention(
         return output
     lead = front if max(query.ndim, key.ndim, value.ndim) > 2 else ()
     return output.reshape(*lead, nq, value.shape[-1])
+
+
+def _jagged(
+    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Any:
+    """Jagged nested tensors, as torch takes them: without attn_mask."""
+    from lowtri.dispatch.jagged import attend_jagged
+
+    if attn_mask is not None:
+        raise _error(
+            "attn_mask is not taken with nested tensors. Fix: lowtri.attention(q, k, v, mask), from position 0 of each sequence."
+        )
+    if not enable_gqa and q.dim() == getattr(k, "ndim", 0) == 4 and q.shape[1] != k.shape[1]:
+        raise _error(f"query has {q.shape[1]} heads, and key {k.shape[1]}. Fix: enable_gqa=True.")
+    options = CallOptions(scale, dropout=dropout_p)
+    return attend_jagged(q, k, v, causal() if is_causal else full(), options, name=_NAME, from_top=True)
 
 
 def _is_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:

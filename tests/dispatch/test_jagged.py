@@ -1,0 +1,165 @@
+"""Jagged nested tensors: each sequence gives what it gives alone, with gradients, and the values are not copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lowtri
+from lowtri.errors import CallError, MaskError
+
+LENGTHS = [3, 70, 1, 9]
+MASKS = [
+    "causal",
+    "full",
+    "causal & (window(5) | first(2))",
+    "chunks(4)",
+    'documents(lengths=[2, 4], open_end=True, inner="causal")',
+    lowtri.heads(["causal", "causal & window(3)", "full", "chunks(2)"]),
+    lowtri.keys(lengths=[3, 50, 1, 4]),  # a mask of each sequence's own
+    lowtri.heads([lowtri.keys(lengths=[3, 50, 1, 4]), "causal", "full", "causal & window(2)"]),
+]
+
+
+def jagged(heads: int, lengths: list[int] = LENGTHS, seed: int = 0, size: int = 8, grad: bool = False) -> Any:
+    """(B, H, j, D), made as users do: sequences (N, H, D), transposed."""
+    torch.manual_seed(seed)
+    made = torch.nested.nested_tensor(
+        [torch.randn(n, heads, size, dtype=torch.float64) for n in lengths], layout=torch.jagged, requires_grad=grad
+    )
+    return made.transpose(1, 2) if not grad else made
+
+
+def alone(mask: Any, b: int, heads: int) -> Any:
+    mask = lowtri.mask(mask)
+    if len(mask.batch) < 2:
+        return mask.at(b)
+    return lowtri.heads([mask.at(b, h) for h in range(heads)])
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_each_sequence_gives_what_it_gives_alone(mask: Any) -> None:
+    q, k, v = jagged(4), jagged(2, seed=1), jagged(2, seed=2, size=5)
+    out, lse = lowtri.attention(q, k, v, mask, scale=0.5, return_lse=True)
+    assert out.layout is torch.jagged and tuple(out.shape)[:2] == (4, 4) and out.shape[3] == 5
+    for b, (qb, kb, vb, ob, lb) in enumerate(zip(*(x.unbind() for x in (q, k, v, out, lse)), strict=True)):
+        expected = lowtri.attention(qb, kb, vb, alone(mask, b, 4), scale=0.5, return_lse=True)
+        torch.testing.assert_close((ob, lb), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", MASKS[:3])
+def test_gradients_are_those_of_the_sequences(mask: str) -> None:
+    made = [jagged(2, seed=seed, grad=True) for seed in range(3)]
+    out = lowtri.attention(*(x.transpose(1, 2) for x in made), mask)
+    (out + made[0].transpose(1, 2)).values().square().sum().backward()  # of the same ragged size
+    for b in range(len(LENGTHS)):
+        parts = [x.detach().unbind()[b].transpose(0, 1).requires_grad_() for x in made]
+        (lowtri.attention(*parts, mask) + parts[0]).square().sum().backward()
+        for x, part in zip(made, parts, strict=True):
+            torch.testing.assert_close(x.grad.unbind()[b].transpose(0, 1), part.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_the_values_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtri.dispatch import attend
+
+    given = []
+    call = attend.attention
+    monkeypatch.setattr(
+        attend, "attention", lambda q, k, v, *rest, **o: given.extend([q, k, v]) or call(q, k, v, *rest, **o)
+    )
+    made = [jagged(2, seed=seed) for seed in range(3)]
+    call(*made, "causal")
+    assert [x.data_ptr() for x in given] == [x.values().data_ptr() for x in made]
+    assert all(x.shape == (2, sum(LENGTHS), 8) for x in given)
+
+
+def test_one_head_other_lengths_of_queries_and_empty_sequences() -> None:
+    lengths, queries = [4, 0, 6], [2, 0, 6]
+    make = lambda sizes, seed: jagged(1, sizes, seed).transpose(1, 2).flatten(2)  # noqa: E731 (B, j, D)
+    q, k = make(queries, 0), make(lengths, 1)
+    v = torch.nested.nested_tensor_from_jagged(k.values() * 2, offsets=k.offsets())
+    out = lowtri.attention(q, k, v, "causal")
+    for qb, kb, vb, ob in zip(*(x.unbind() for x in (q, k, v, out)), strict=True):
+        assert ob.shape == qb.shape
+        if len(qb):
+            torch.testing.assert_close(ob, lowtri.attention(qb, kb, vb, "causal"), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_function_of_torch(is_causal: bool, grouped: bool) -> None:
+    q, k, v = jagged(4), jagged(2 if grouped else 4, seed=1), jagged(2 if grouped else 4, seed=2)
+    out = lowtri.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+    for qb, kb, vb, ob in zip(*(x.unbind() for x in (q, k, v, out)), strict=True):
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            qb[None], kb[None], vb[None], is_causal=is_causal, enable_gqa=grouped
+        )
+        torch.testing.assert_close(ob[None], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_function_of_torch_aligns_queries_with_the_first_keys(is_causal: bool) -> None:
+    q, k, v = jagged(2, [5, 2]), jagged(2, [3, 4], 1), jagged(2, [3, 4], 2)
+    out = lowtri.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    for qb, kb, vb, ob in zip(*(x.unbind() for x in (q, k, v, out)), strict=True):
+        expected = torch.nn.functional.scaled_dot_product_attention(qb[None], kb[None], vb[None], is_causal=is_causal)
+        torch.testing.assert_close(ob[None], expected, rtol=1e-10, atol=1e-12)
+
+
+Q = jagged(2)
+ERRORS = [
+    (
+        lambda: lowtri.attention(Q, torch.zeros(4, 2, 70, 8), Q, "causal"),
+        r"attention: k is no jagged tensor, but another argument is",
+    ),
+    (
+        lambda: lowtri.attention(Q.transpose(1, 2), Q, Q, "causal"),
+        r"attention: q is jagged .*\nFix: q.transpose\(1, 2\) where heads",
+    ),
+    (
+        lambda: lowtri.attention(Q, Q, Q, "causal", return_weights=True),
+        r"attention: return_weights is not taken with jagged tensors",
+    ),
+    (
+        lambda: lowtri.attention(Q, Q, Q, "causal", q_positions=[0]),
+        r"attention: q_positions is not taken with jagged.*\nFix: torch",
+    ),
+    (
+        lambda: lowtri.attention(Q, jagged(2, [1, 2]), Q, "causal"),
+        r"attention: the sequences of q, k and v have the lengths",
+    ),
+    (lambda: lowtri.attention(Q, *[jagged(2, [3, 60, 1, 9])] * 2, "causal"), r"a sequence has 70 queries and 60 keys"),
+    (
+        lambda: lowtri.attention(Q, Q, Q, lowtri.keys(lengths=[1, 2])),
+        r"has 2 rows, but the jagged tensors have 4 sequences",
+    ),
+    (
+        lambda: lowtri.attention(Q, Q, Q, "documents(lengths=[2, 2])"),
+        r"documents: the documents in inner, .* end after 4 tokens",
+    ),
+    (
+        lambda: lowtri.scaled_dot_product_attention(Q, Q, Q, attn_mask=torch.ones(1)),
+        r"attn_mask is not taken with nested tensors. Fix: lowtri.attention",
+    ),
+    (
+        lambda: lowtri.scaled_dot_product_attention(Q, jagged(1), jagged(1)),
+        r"query has 2 heads, and key 1. Fix: enable_gqa=True",
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "words"), ERRORS, ids=[words[:40] for _, words in ERRORS])
+def test_errors(act: Any, words: str) -> None:
+    with pytest.raises((CallError, MaskError), match=words) as caught:
+        act()
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_dense_tensors_are_untouched() -> None:
+    x = np.eye(3)
+    assert np.array_equal(
+        lowtri.attention(x, x, x, "causal"), lowtri.scaled_dot_product_attention(x, x, x, is_causal=True)
+    )
