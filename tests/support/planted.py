@@ -58,7 +58,8 @@ class Fault:
         owner, name = self.where
         right = owner[name] if isinstance(owner, dict) else getattr(owner, name)
         change = patch.dict(owner, {name: self.change(right)}) if isinstance(owner, dict) else None
-        with patch.object(dense_tables, "_kept", ()), change or patch.object(owner, name, self.change(right)):
+        kept = patch.multiple(dense_tables, _kept=(), _small=())
+        with kept, change or patch.object(owner, name, self.change(right)):
             yield
 
 

@@ -252,7 +252,7 @@ def _numbers(attn_mask: Any, is_causal: bool, nq: int, nk: int, dtype: Any) -> t
     read = None if is_traced() else read_numbers(attn_mask, nq, nk, greatest_hidden)
     if read is None:
         return triangle, attn_mask
-    bias = attn_mask if read.is_bias else None
+    bias = read.bias(attn_mask)
     if not is_causal:
         return read.mask, bias
     if isinstance(read.mask, Full):

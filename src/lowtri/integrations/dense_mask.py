@@ -213,7 +213,7 @@ def read_dense_mask(
             )
     else:
         read = read_numbers(given, nq, nk, greatest_hidden(mask.dtype, dtype, lowest_hides), always=True)
-        found, bias = (full(), given) if read is None else (read.mask, given if read.is_bias else None)
+        found, bias = (full(), given) if read is None else (read.mask, read.bias(given))
     return MaskAndBias(_lazy_mask_of(found, nq, nk), bias)
 
 

@@ -36,6 +36,7 @@ from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import check_flag, shown
 from lowtri.ops.arguments import plain_array
+from lowtri.ops.dense_tables import with_half_of_the_lowest
 
 __all__ = ["MultiheadError", "switch"]
 
@@ -301,6 +302,7 @@ def _read_masks(
         name, alone = (_NAME, "key_padding_mask"), attn_mask is None and not is_causal
         valid, added, _ = read_table(padding[:, None, None], nq, nk, q.dtype, True, name, lowest_hides=alone)
         mask = join(mask, valid)
-        if added is not None:
-            bias = added if bias is None else bias + added
+        # Two of the lowest numbers are less than one of them, and hide beside it.
+        numbers = [with_half_of_the_lowest(x) for x in (bias, added) if x is not None]
+        bias = sum(numbers[1:], numbers[0]) if numbers else None
     return mask, bias, positions
