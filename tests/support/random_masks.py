@@ -131,13 +131,15 @@ user_formula = st.just(Case(lt.where(even_keys), lambda q, k, *_: k % 2 == 0 or 
 @st.composite
 def within_documents(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
     """A mask within each document, by lengths or by ids of which none comes again."""
-    one, sizes = draw(inner), draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    one = draw(inner)
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     ids = [number for number, size in enumerate(sizes) for _ in range(size)]
     by_lengths = draw(st.booleans())
     given = {"lengths": sizes, "open_end": True} if by_lengths else {"ids": [5 - i for i in ids]}
 
     def sees(q: int, k: int, b: int, h: int) -> bool:
-        of_q, of_k = entry(ids, b, q), entry(ids, b, k)
+        of_q = entry(ids, b, q)
+        of_k = entry(ids, b, k)
         start = ids.index(of_q)
         return of_q == of_k and one.sees(q - start, k - start, b, h)
 
@@ -147,7 +149,8 @@ def within_documents(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
 @st.composite
 def trees(draw: st.DrawFn) -> Case:
     """Drafts up to the end of the positions that are tested: past them a tree raises."""
-    inner, start = draw(formulas()), draw(st.integers(0, SIZE - 1))
+    inner = draw(formulas())
+    start = draw(st.integers(0, SIZE - 1))
     parents = [draw(st.integers(-1, i - 1)) for i in range(SIZE - start)]
 
     def path(draft: int) -> list[int]:

@@ -25,7 +25,7 @@ from lowtri.compat.torch_private import TorchDispatchMode, operation_name, outsi
 from lowtri.integrations.content import content_of
 from lowtri.masks.label_masks import RangeMinMax
 from lowtri.masks.mask import Mask
-from lowtri.masks.tile import POSITION_MAX, Interval, Positions, Truth, within
+from lowtri.masks.tile import POSITION_MAX, Index, Interval, Truth, within
 
 INDICES = ("b", "h", "q", "k")
 
@@ -63,7 +63,7 @@ class FunctionMask(Mask):
     def _at(self, b: int, h: int) -> Mask:
         return replace(self, batch=(), b=b, h=h)
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         shape = () if isinstance(q, Interval) else np.broadcast_shapes(np.shape(q), np.shape(k))
         # The result at position -1 is not used, and positions past the last index do not occur; but an index must lie inside.
         q = within(q, self.size[0])

@@ -16,7 +16,7 @@ from lowtri.errors import MaskError
 from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, integer_array, is_compiling, is_traced
 from lowtri.masks.formulas import First
 from lowtri.masks.mask import Mask, OfTracedLengths, array_text, constructor
-from lowtri.masks.tile import POSITION_MAX, Interval, Positions, Truth, within
+from lowtri.masks.tile import POSITION_MAX, Index, Interval, Truth, within
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,14 +35,14 @@ class Keys(Mask):
     def _counts(self) -> NDArray[np.int64]:
         return np.concatenate([[0], np.cumsum(self._flags)])
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         k = within(k, len(self._flags))
         if not isinstance(k, Interval):
             return self._flags[k] & (q >= 0)
         valid = self._counts[k.high + 1] - self._counts[k.low]
         return Truth(valid == k.high - k.low + 1, valid > 0) & (q >= 0)
 
-    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Index, k0: Index, nq: int, nk: int) -> list[Index]:
         return [k0]
 
 
@@ -123,7 +123,7 @@ class Table(Mask):
         nq, nk = self.table.array.shape
         return max(nk - nq, 0)
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         if isinstance(q, Interval):
             return self._of_tile(q, k)
         nq, nk = self.table.array.shape

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lowtri.errors import MaskError
 from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import Interval, Positions, Truth, shown
+from lowtri.masks.tile import Index, Interval, Truth, shown
 
 _INT64 = 2**63 - 1
 _WHOLE = 2**53  # a float64 does not hold all greater whole numbers
@@ -28,7 +28,7 @@ class Where(Mask):
 
     fn: Callable[[Any, Any], Any]
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         if isinstance(q, Interval):
             with contextlib.suppress(Exception):  # whatever a user's function does with an interval
                 if isinstance(truth := self.fn(_of_tile(q), _of_tile(k)), Truth):
@@ -125,7 +125,7 @@ def where(fn: Callable[[Any, Any], Any]) -> Mask:
 # uint8. So positions of pairs are always int64 arrays, and the ends of a tile are computed as those are, or not at all.
 
 
-def _in_int64(positions: Positions) -> NDArray[np.int64]:
+def _in_int64(positions: Index) -> NDArray[np.int64]:
     array = np.asarray(positions, np.int64)
     return array.view(_LargePositions) if array.max(initial=0) >= _LARGE else array
 

@@ -12,17 +12,17 @@ import numpy as np
 
 from lowtri.masks.arrays import is_compiling
 from lowtri.masks.mask import Mask, constructor, field_text
-from lowtri.masks.tile import POSITION_MAX, Positions, check_count
+from lowtri.masks.tile import POSITION_MAX, Index, check_count
 
 
 @dataclass(frozen=True, repr=False)
 class Full(Mask):
     depends_on_query = False
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         return (q >= 0) & (k >= 0)  # always true, in the shape of the answer
 
-    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Index, k0: Index, nq: int, nk: int) -> list[Index]:
         return []
 
 
@@ -48,13 +48,13 @@ class Band(Mask):
     after: int
     name: str
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         if self.before >= POSITION_MAX and self.after == 0:  # causal: one comparison instead of two
             return k <= q
         distance = q - k
         return (distance <= self.before) & (distance >= -self.after)
 
-    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Index, k0: Index, nq: int, nk: int) -> list[Index]:
         return [q0 - k0]
 
     def _extent(self) -> int:
@@ -139,10 +139,10 @@ class First(Mask):
 
     depends_on_query = False
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         return (k < self.n) & (q >= 0)
 
-    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Index, k0: Index, nq: int, nk: int) -> list[Index]:
         return [np.clip(self.n - k0, 0, nk)]
 
 
@@ -171,10 +171,10 @@ def first(n: int) -> Mask:
 class Strided(Mask):
     n: int
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         return (q - k) % self.n == 0
 
-    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Index, k0: Index, nq: int, nk: int) -> list[Index]:
         return [(q0 - k0) % self.n]
 
 

@@ -22,8 +22,8 @@ from lowtri.masks.text import as_mask
 from lowtri.masks.tile import (
     EMPTY,
     POSITION_MAX,
+    Index,
     Interval,
-    Positions,
     Truth,
     ascending,
     check_count,
@@ -35,15 +35,15 @@ from lowtri.masks.tile import (
 class Labelled(Mask):
     """A query sees the keys of its own label. Unless a kind of mask says otherwise, labels ascend with the positions."""
 
-    def _label(self, positions: Positions, of_keys: bool) -> Any:
+    def _label(self, positions: Index, of_keys: bool) -> Any:
         raise TypeError(f"{type(self).__name__} has no labels")
 
     _edges: Any = None  # where the keys of each label begin and end, two arrays; None where labels do not ascend
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         return self._label(q, False) == self._label(k, True)
 
-    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
+    def _tile_key(self, q0: Index, k0: Index, nq: int, nk: int) -> list[Index] | None:
         """If all queries have one label, the range of its keys within the tile; else the position itself."""
         edges = self._edges
         if edges is None:
@@ -58,10 +58,10 @@ class Labelled(Mask):
 class Chunks(Labelled):
     n: int
 
-    def _label(self, positions: Positions, of_keys: bool) -> Any:
+    def _label(self, positions: Index, of_keys: bool) -> Any:
         return positions // self.n
 
-    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Index, k0: Index, nq: int, nk: int) -> list[Index]:
         return [q0 % self.n, k0 - q0]
 
 
@@ -106,7 +106,7 @@ class PackedDocuments(Labelled):
     def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return np.concatenate([[0], self._cuts]), np.concatenate([self._cuts, [POSITION_MAX]])
 
-    def _label(self, positions: Positions, of_keys: bool) -> Any:
+    def _label(self, positions: Index, of_keys: bool) -> Any:
         return ascending(lambda x: self._cuts.searchsorted(x, side="right"), positions)
 
     def _text(self, arrays: list[Any] | None = None) -> str:
@@ -138,7 +138,7 @@ class Documents(Labelled):
         of_keys = RangeMinMax(keys)
         return (of_keys if queries is keys else RangeMinMax(queries)), of_keys
 
-    def _label(self, positions: Positions, of_keys: bool) -> Any:
+    def _label(self, positions: Index, of_keys: bool) -> Any:
         return self._ranges[of_keys][positions]
 
     @cached_property
@@ -167,7 +167,7 @@ class InDocuments(Mask):
         assert edges is not None  # labels ascend, since no id comes again
         return edges
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         if isinstance(q, Interval):
             return self._of_tile(q, k)
         of_q, of_k = self.documents._label(q, False), self.documents._label(k, True)
@@ -203,7 +203,7 @@ class InDocuments(Mask):
         visible = self.inner.tile(0, lengths, 0, lengths) != EMPTY
         return np.concatenate([[0], np.cumsum(visible[number])])
 
-    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+    def _tile_key(self, q0: Index, k0: Index, nq: int, nk: int) -> list[Index]:
         """If all queries are in one document, its keys within the tile and the inner mask's numbers; else the position itself."""
         labels = self.documents._label(Interval(q0, q0 + nq - 1), False)
         single = labels.low == labels.high
@@ -414,7 +414,7 @@ class RangeMinMax:
             self.least.append(np.minimum(low[:-half], low[half:]))
             self.greatest.append(np.maximum(high[:-half], high[half:]))
 
-    def __getitem__(self, positions: Positions) -> Any:
+    def __getitem__(self, positions: Index) -> Any:
         positions = within(positions, self.n)
         if self.ordered or not isinstance(positions, Interval):  # ordered: the first and last label of the range
             return ascending(self.labels.__getitem__, positions)

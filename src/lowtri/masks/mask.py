@@ -26,8 +26,8 @@ from lowtri.masks.tile import (
     PARTIAL,
     POSITION_MAX,
     TILE_ANSWERS,
+    Index,
     Interval,
-    Positions,
     checked_edge,
     checked_positions,
     shown,
@@ -143,11 +143,11 @@ class Mask:
 
     # What a subclass implements, for non-negative positions.
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         """Whether queries at ``q`` see keys at ``k``: a bool, an array of bools, or a :class:`Truth` for intervals."""
         raise TypeError(f"{type(self).__name__} has no formula")
 
-    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions] | None:
+    def _tile_key(self, q0: Index, k0: Index, nq: int, nk: int) -> list[Index] | None:
         """Numbers such that tiles (nq, nk) with the same numbers hold the same pairs; None where that is unknown.
 
         For single masks only: plans combine the patterns of joined masks themselves.
@@ -175,7 +175,7 @@ class Mask:
 
     # Answers for any positions.
 
-    def __call__(self, q: Positions, k: Positions) -> Any:
+    def __call__(self, q: Index, k: Index) -> Any:
         """True where the query at ``q`` may see the key at ``k``.
 
         Args:
@@ -205,7 +205,7 @@ class Mask:
         shape = len(q), k.shape[1]
         return visible if visible.shape == shape else np.broadcast_to(visible, shape)
 
-    def tile(self, q0: Positions, q1: Positions, k0: Positions, k1: Positions) -> Any:
+    def tile(self, q0: Index, q1: Index, k0: Index, k1: Index) -> Any:
         """EMPTY, PARTIAL or FULL for the queries ``q0 <= q < q1`` and the keys ``k0 <= k < k1``.
 
         >>> from lowtri import causal
@@ -511,7 +511,7 @@ class And(Join):
     _sign = "&"
     _strength = 2
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         return self.left._sees(q, k) & self.right._sees(q, k)
 
 
@@ -521,7 +521,7 @@ class Or(Join):
     _sign = "|"
     _strength = 1
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         return self.left._sees(q, k) | self.right._sees(q, k)
 
 
@@ -531,7 +531,7 @@ class Not(Mask):
 
     inner: Mask
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         visible = self.inner._sees(q, k)
         return not visible if isinstance(visible, bool) else ~visible
 

@@ -28,7 +28,7 @@ POSITION_MAX = 2**62
 
 MAX_POSITIONS = 2**28  # positions in one array: 2 GB
 
-Positions: TypeAlias = Any  # a Python int, a NumPy array of ints, or an Interval of these: a formula takes all
+Index: TypeAlias = Any  # a Python int, a NumPy array of ints, or an Interval of these: a formula takes all
 
 
 def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
@@ -83,7 +83,7 @@ def checked_edge(edge: Any) -> NDArray[np.int64]:
     return _int64(array)
 
 
-def checked_positions(positions: Positions) -> Positions:
+def checked_positions(positions: Index) -> Index:
     """Ints unchanged, arrays of any integers as int64: differences of unsigned integers would wrap."""
     if type(positions) is int:
         return min(positions, POSITION_MAX)
@@ -113,7 +113,7 @@ def shown(value: Any, longest: int = 60) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def within(positions: Positions, n: int) -> Any:
+def within(positions: Index, n: int) -> Any:
     """Positions as indices of an array of n entries; later positions get the index of its last entry."""
     if type(positions) is int:
         return min(max(positions, 0), n - 1)

@@ -16,7 +16,7 @@ from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array
 from lowtri.masks.label_masks import RangeMinMax
 from lowtri.masks.mask import Mask, constructor, field_text, quoted
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import POSITION_MAX, Interval, Positions, Truth, check_count, shown, within
+from lowtri.masks.tile import POSITION_MAX, Index, Interval, Truth, check_count, shown, within
 
 _MOST_DRAFTS = 4096  # whose pairs are a table
 
@@ -58,7 +58,7 @@ class Tree(Mask):
                 sees[draft] |= sees[parent]
         return Table(FrozenArray(sees & self.inner(depths[:, None], depths[None, :])))
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         if isinstance(q, Interval):
             return self._of_tile(q, k)
         start = self.starts[0]

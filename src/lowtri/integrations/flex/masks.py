@@ -32,7 +32,7 @@ from lowtri.masks.mask import Mask
 from lowtri.masks.plan import TILE_Q, plan
 from lowtri.masks.positions import default_positions
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import Positions, check_count, within
+from lowtri.masks.tile import Index, check_count, within
 
 _NO_BLOCKS = 1 << 30  # the block size of a BlockMask that stands for no mask
 _PAIRS_AT_ONCE = 2**22
@@ -233,7 +233,7 @@ class Blocks(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "_batch", self.visible.batch)
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         rows, columns = self.visible.table.array.shape
         row, column = within(q // self.sizes[0], rows), within(k // self.sizes[1], columns)
         return self.visible._sees(row + max(columns - rows, 0), column)

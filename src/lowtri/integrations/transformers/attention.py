@@ -97,8 +97,8 @@ def attend(
         CallError: for an argument that is not supported, none is ignored; while torch.export traces, for what an exported program
             cannot contain.
     """
-    rows, nq = query.shape[0], query.shape[2]
-    key_rows, nk = key.shape[0], key.shape[2]
+    rows, _, nq, _ = query.shape
+    key_rows, _, nk, _ = key.shape
     has_others = attention_mask is not None or dropout or not _OTHERS.isdisjoint(others) or collects_attentions()
     if has_others or rows < key_rows or 1 < nq != nk:
         of_few = {name: others.pop(name) for name in _OF_FEW_MODELS if name in others}

@@ -105,7 +105,8 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
             attention_mask: (B, length + n), 0 at padding, or None.
         """
         self._unread.clear()
-        self._coming, self._positions = n, None
+        self._coming = n
+        self._positions = None
         if self._records:
             for kv in self._caches.values():
                 kv.rewind = max(self._rewind, self._since_crop)
@@ -336,7 +337,8 @@ class _Layer:
     is_croppable = is_initialized = supports_early_init = True
 
     def __init__(self, cache: EvictingCache, index: int) -> None:
-        self._cache, self._index = cache, index
+        self._cache = cache
+        self._index = index
 
     def get_seq_length(self) -> int:
         return self._cache.get_seq_length(self._index)
@@ -348,7 +350,8 @@ class _Layer:
 def _own_masks(model: Any) -> list[Mask]:
     """The mask of each layer of a model without a mask of the user's, as transformers' own cache reads its config."""
     config = model.config.get_text_config(decoder=True)
-    kinds, chunked = getattr(config, "layer_types", None), getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    chunked = getattr(config, "attention_chunk_size", None)
     masks: list[Mask] = []
     for index, layer in enumerate(transformers.DynamicCache(config=config).layers):
         n = getattr(layer, "sliding_window", None)

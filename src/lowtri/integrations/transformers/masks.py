@@ -34,7 +34,7 @@ from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.formulas import Band, band, causal, full
 from lowtri.masks.label_masks import Documents, InDocuments, RangeMinMax, chunks
 from lowtri.masks.mask import And, Mask
-from lowtri.masks.tile import EMPTY, POSITION_MAX, Positions
+from lowtri.masks.tile import EMPTY, POSITION_MAX, Index
 
 # Models that write values of their own next to an additive mask: they get the additive mask that eager gets.
 _NEED_ADDITIVE = ("deepseek_v4",)
@@ -333,7 +333,7 @@ class RemappedMask(Mask):
     def _range_min_max(self) -> RangeMinMax:
         return RangeMinMax(self.positions.array)
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         # Intervals may contain positions that do not occur; what is true of all of them is still true of those that do.
         return self.inner._sees(self._range_min_max[q], self._range_min_max[k])
 
@@ -356,7 +356,7 @@ class ShiftedMask(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "_batch", (len(self.by),) if len(self.by) > 1 else ())
 
-    def _sees(self, q: Positions, k: Positions) -> Any:
+    def _sees(self, q: Index, k: Index) -> Any:
         return self.inner._sees(q + self.by[0], k + self.by[0])
 
     def _at(self, b: int, h: int) -> Mask:
