@@ -32,12 +32,17 @@ def attended(job: Job) -> list[bytes]:
     for seed, mask in enumerate(MASKS):
         for nq in (1, 5) if job.function == "decode" else (130,):
             q, k, v = draw(b=1, hq=4, hkv=2, nq=nq, nk=130, d=64, dv=64, seed=seed, dtype=job.spec.dtype)
-            options = {"softcap": 3.0, "sinks": torch.linspace(-1, 1, 4)} if seed == 0 else {}
+            options: dict[str, Any] = {"softcap": 3.0, "sinks": torch.linspace(-1, 1, 4)} if seed == 0 else {}
+            if job.function != "decode" and seed == 1:
+                options["dropout"] = 0.3
+            torch.manual_seed(seed)
             if job.function == "backward":
                 inputs = [x.requires_grad_() for x in (q, k, v)]
                 output = lowtri.attention(*inputs, mask, engine="cpu", **options)
                 results += torch.autograd.grad(output, inputs, torch.ones_like(output))
             else:
+                if job.function == "weights":
+                    options |= {"return_weights": True, "return_received": True}
                 results += lowtri.attention(q, k, v, mask, engine="cpu", return_lse=True, **options)
     return [x.detach().view(torch.uint8).numpy().tobytes() for x in results]
 

@@ -235,8 +235,9 @@ def which_engine(
     Args: those of :func:`attention`.
     """
     _, q, k, v = cast_for_autocast(q, k, v)
-    returned: Any = {"return_weights": return_weights, "return_lse": return_lse, "return_received": return_received}
-    checked = CallOptions(**returned, **options)
+    checked = CallOptions(
+        return_weights=return_weights, return_lse=return_lse, return_received=return_received, **options
+    )
     call, inputs = describe(q, k, v, mask, checked)
     ready = prepare(call, engine)
     other = ready.fallback(inputs)

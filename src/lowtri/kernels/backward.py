@@ -1,8 +1,9 @@
 """The gradients of attention, tile by tile of the same plan.
 
-A task is one key/value head (or, where there are more threads than heads, every n-th row of its queries). It has its own sums of dK
-and dV, so the result does not depend on the order in which threads finish. There are five products per tile, all with queries in
-lanes; ``weights`` and ``ds`` (dS^T, the gradient of the scores) are the left operands of the next products without being transposed:
+A task is one key/value head or, where there are more threads than heads, a part of its keys, with all rows of queries. It has its own
+dK and dV, and its own sums of dQ, so the result does not depend on the order in which threads finish. There are five products per tile,
+all with queries in lanes; ``weights`` and ``ds`` (dS^T, the gradient of the scores) are the left operands of the next products without
+being transposed:
 
     scores  = K Q^T                      weights = 2 ** (scores - lse)
     dP^T    = V dO^T                     dS      = weights * (dP - delta),   delta = sum of dO * O
@@ -22,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels import dropout, rows, tiles
-from lowtri.kernels.abi import KEYS
+from lowtri.kernels.abi import KEYS, PART
 from lowtri.kernels.device import device_function, scratch_at, take, tasks
 from lowtri.kernels.product import configure_tiles, restore_tiles
 from lowtri.kernels.simd import (
@@ -35,6 +36,7 @@ from lowtri.kernels.simd import (
     mul,
     read,
     read_input,
+    read_int64,
     read_word,
     reduce_sum,
     select_bits,
@@ -47,6 +49,8 @@ from lowtri.kernels.simd import (
 )
 from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tiles import LOG2E, add_bias, apply_softcap, times_log2e
+
+_PART_FIELDS = len(PART.names)
 
 
 @device_function
@@ -221,8 +225,17 @@ def add_d_bias(ds, d_bias, strides, n, keys, spec):
 
 
 @device_function
-def backward_tile(call, own, part, b, h, r, dk, grad_v, spec):
-    """One tile of queries: its dQ, and what it adds to d bias and to the head's dK and dV, which begin at these addresses."""
+def part_field(call, part, field):
+    """A field of a part of the keys, by its place in PART."""
+    return read_int64(call.ranges + 8 * (_PART_FIELDS * part + field))
+
+
+@device_function
+def backward_tile(call, own, part, keys_of_part, b, h, r, dk, grad_v, spec):
+    """One tile of queries: its dQ, and what it adds to d bias and to the head's dK and dV, which begin at these addresses.
+
+    ``keys_of_part`` are the first key tile of the part and one past its last.
+    """
     d, dv, kv, number_bytes = call.d, call.dv, h // call.group, spec.number_bytes
     d_row, dv_row, k_step, v_step = call.dk_layout.size, call.dv_layout.size, call.k_strides, call.v_strides
     q_rows, do_rows, scores, ds = own.q_rows, own.d_output_rows, own.scores, own.ds
@@ -242,7 +255,8 @@ def backward_tile(call, own, part, b, h, r, dk, grad_v, spec):
     if spec.in_pairs:
         rows.fill(own.zeros, rows.round_up(d, 32), 0.0, spec)
     rows.zero_output(own.dq, n, d, spec)
-    for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, 0, tiles.ALL_TILES, spec):
+    first_tile, last_tile = keys_of_part
+    for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, first_tile, last_tile, spec):
         k_tile = rows.input_row(call.k, k_step, b, kv, key0, spec)
         v_tile = rows.input_row(call.v, v_step, b, kv, key0, spec)
         k, k_n, k_d = rows.head_operand(k_tile, k_step.n, k_step.d, keys, d, own.keys, spec)
@@ -307,26 +321,29 @@ def backward_tile(call, own, part, b, h, r, dk, grad_v, spec):
         tiles.add_to_rows(ds, q_operand, tile_dk, call.dk_layout, keys, spans, groups, n, spec)
         cut_bits = mask_bits if groups > 1 else 0
         tiles.pv_rows(k, k_row, dq_operand, own.dq, d, keys, 0, cut_bits, spans, n, spec)
-    step = call.dq_strides
-    target = call.dq + number_bytes * (b * step.b + h * step.h + r * QUERIES * step.n)
-    rows.store_scaled(own.dq, n, d, scale, target, step.n, spec)
+    by_row, by_head, by_query = part_field(call, part, 5), part_field(call, part, 6), part_field(call, part, 7)
+    place = part_field(call, part, 4) + b * by_row + h * by_head + r * QUERIES * by_query
+    target = (call.dq_sums if part else call.dq) + number_bytes * place
+    rows.store_scaled(own.dq, n, d, scale, target, by_query, spec)
 
 
 @device_function
 def backward_head(call, own, part, b, kv, spec):
-    """The gradients of one part of the queries of a key/value head."""
+    """The gradients of one part of the keys of a key/value head."""
     dk_sums, dv_sums = call.dk_layout, call.dv_layout
-    dk = call.dk + spec.number_bytes * (part * dk_sums.part + b * dk_sums.b + kv * dk_sums.h)
-    grad_v = call.grad_v + spec.number_bytes * (part * dv_sums.part + b * dv_sums.b + kv * dv_sums.h)
-    for j in range(dk_sums.rows):
+    dk = call.dk + spec.number_bytes * (b * dk_sums.b + kv * dk_sums.h)
+    grad_v = call.grad_v + spec.number_bytes * (b * dv_sums.b + kv * dv_sums.h)
+    keys_of_part = part_field(call, part, 0), part_field(call, part, 1)
+    first_key, last_key = KEYS * keys_of_part[0], min(KEYS * keys_of_part[1], dk_sums.rows)
+    if part_field(call, part, 1) * KEYS >= call.nk:  # with the rows that pad them
+        last_key = dk_sums.rows
+    for j in range(first_key, last_key):
         rows.fill(dk + spec.number_bytes * j * dk_sums.n, dk_sums.size, 0.0, spec)
         rows.fill(grad_v + spec.number_bytes * j * dv_sums.n, dv_sums.size, 0.0, spec)
     for h in range(kv * call.group, (kv + 1) * call.group):
-        r = part
-        while r < call.plan.rows:  # a range of a step that could be 0 would raise
-            backward_tile(call, own, part, b, h, r, dk, grad_v, spec)
-            r += call.parts
-    for j in range(dk_sums.rows):
+        for r in range(part_field(call, part, 2), part_field(call, part, 3)):
+            backward_tile(call, own, part, keys_of_part, b, h, r, dk, grad_v, spec)
+    for j in range(first_key, last_key):
         rows.multiply_by(
             dk + spec.number_bytes * j * dk_sums.n, dk_sums.size, as_number(call.options.scale, spec), spec
         )

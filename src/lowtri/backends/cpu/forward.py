@@ -19,7 +19,9 @@ from lowtri.backends.cpu.launch import (
     tile_threads,
     to_dtype,
 )
+from lowtri.backends.cpu.parts import choose_parts, table
 from lowtri.backends.cpu.weights import CpuWeights
+from lowtri.kernels import abi
 from lowtri.kernels.abi import KEYS, key_rows, padded
 from lowtri.kernels.spec import Array
 from lowtri.masks.plan import Plan
@@ -120,7 +122,7 @@ class CpuForward(Prepared):
 class _Backward:
     """The backward kernel of a call, for one layout of its inputs, of the output and of the output's gradient.
 
-    A task owns a key/value head; if that leaves threads idle, its queries are split into parts with separate sums.
+    A task owns a key/value head; if that leaves threads idle, its keys are cut into parts (:mod:`lowtri.backends.cpu.parts`).
     """
 
     def __init__(self, layout: ArrayLayout, plan: Plan, output: Strides, d_output: Strides) -> None:
@@ -128,21 +130,26 @@ class _Backward:
         self.call = call
         batch, heads, kv_heads, nq, nk, d, dv = call.sizes
         threads = tile_threads("backward", call, plan)
-        whole = batch * kv_heads % threads == 0 or batch * kv_heads >= 4 * threads
-        parts = self.parts = min(1 if whole else threads, plan.rows)
         rows, sizes = key_rows(spec, nk), [padded(spec, size) for size in (d, dv)]
-        # Without padding and parts the kernel writes dK and dV as they are returned, in the layout of k and v.
-        self.is_exact = parts == 1 and rows == nk and sizes == [d, dv]
+        whole = batch * (heads * nq * d + kv_heads * rows * sum(sizes)) * spec.number_bytes
+        of_thread = abi.BACKWARD.layout(spec, layout.tile_fields(plan), 1)[0]["thread_bytes"]
+        of_query = batch * heads * d * spec.number_bytes
+        self.parts = choose_parts(plan, batch * kv_heads, threads, whole, of_query, of_thread)
+        parts = len(self.parts)
+        # Without padding the kernel writes dK and dV as they are returned, in the layout of k and v.
+        self.is_exact = rows == nk and sizes == [d, dv]
         if self.is_exact:
             shapes: list[tuple[int, ...]] = [call.k.shape, call.v.shape]
             steps = [like_array(x, x.shape[3]) for x in layout.arrays[1:]]
         else:
-            shapes = [(parts, batch, kv_heads, rows, size) for size in sizes]
+            shapes = [(batch, kv_heads, rows, size) for size in sizes]
             steps = [packed(shape) for shape in shapes]
         # Of the log-sum-exp, and of what it loses to rounding.
         self.plane_bytes = batch * heads * nq * spec.number_bytes
         dq = like_array(layout.arrays[0], d)
         self.new_dq = layout.new(call.q.shape, dq)
+        self.ranges, numbers = table(self.parts, plan, dq, (batch, heads, d))
+        self.new_dq_sums = layout.new((numbers,)) if numbers else None
         self.new_dk, self.new_dv = (layout.new(*x) for x in zip(shapes, steps, strict=True))
         self.new_delta = layout.new(call.q.shape[:3]) if call.sinks is not None and call.sinks.requires_grad else None
         self.d_bias_shape = None
@@ -152,16 +159,16 @@ class _Backward:
         self.copies_d_output = layout.cast or (spec.operand == "pairs" and not Array(d_output, dv).even)
         dense = packed((batch, heads, nq, dv))  # of a copy
         key_sums = [
-            dict(zip(("part", "b", "h", "n"), (0, *step)[-5:-1], strict=True)) | {"rows": rows, "size": size}
+            dict(zip("bhn", step[:3], strict=True)) | {"rows": rows, "size": size}
             for step, size in zip(steps, sizes, strict=True)
         ]
         d_bias = () if self.d_bias_shape is None else packed(self.d_bias_shape)
         fields = layout.tile_fields(plan) | {
             "parts": parts,
+            "ranges": self.ranges.ctypes.data,
             "tasks": parts * batch * kv_heads,
             "output_strides": strides(dense if self.copies_output else output),
             "d_output_strides": strides(dense if self.copies_d_output else d_output),
-            "dq_strides": strides(dq),
             "dk_layout": key_sums[0],
             "dv_layout": key_sums[1],
             "d_bias_strides": of_bias(call, self.d_bias_shape, d_bias, ("part", "b", "h", "q", "k")),
@@ -179,6 +186,7 @@ class _Backward:
         if d_lse is not None:
             d_lse = to_dtype(d_lse, layout.compute_dtype).contiguous()
         dq, dk, dv = self.new_dq(q), self.new_dk(q), self.new_dv(q)
+        dq_sums = None if self.new_dq_sums is None else self.new_dq_sums(q)
         delta = None if self.new_delta is None else self.new_delta(q)
         d_bias = None if self.d_bias_shape is None else sums.new_zeros(self.d_bias_shape)
         lse = sums.data_ptr()
@@ -197,19 +205,31 @@ class _Backward:
             0 if d_lse is None else d_lse.data_ptr(),
             0 if delta is None else delta.data_ptr(),
             dq.data_ptr(),
+            0 if dq_sums is None else dq_sums.data_ptr(),
             dk.data_ptr(),
             dv.data_ptr(),
             0 if d_bias is None else layout.bias_address(d_bias, (1,)),
             seed,
         )
+        if dq_sums is not None:
+            self._add_parts(dq, dq_sums)
         if not self.is_exact:
             *_, nk, d, size_v = self.call.sizes
-            dk, dv = ((x[0] if self.parts == 1 else x.sum(0))[:, :, :nk] for x in (dk, dv))
-            dk, dv = dk[..., :d], dv[..., :size_v]
+            dk, dv = dk[:, :, :nk, :d], dv[:, :, :nk, :size_v]
         if d_bias is not None:
             d_bias = d_bias.sum(0).sum_to_size(bias.shape)
         d_sinks = None if delta is None else _of_sinks(sinks, sums[0], delta, output, d_lse)
         return Inputs(dq, dk, dv, d_bias, d_sinks)
+
+    def _add_parts(self, dq: Any, dq_sums: Any) -> None:
+        """Add the sums of all parts but the first, in their order."""
+        batch, heads, nq, d = self.call.q.shape
+        done = 0
+        for part in self.parts[1:]:
+            start, stop = part.queries(nq)
+            numbers = batch * heads * (stop - start) * d
+            dq[:, :, start:stop] += dq_sums[done : done + numbers].view(batch, heads, stop - start, d)
+            done += numbers
 
 
 def _of_sinks(sinks: Any, lse: Any, delta: Any, output: Any, d_lse: Any) -> Any:
