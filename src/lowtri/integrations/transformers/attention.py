@@ -18,7 +18,7 @@ from lowtri.compat.transformers_private import collects_attentions
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import LazyMask, read_dense_mask, read_table, top_left_positions
-from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.lazy import LazyMaskTensor, TraceableMaskTensor
 from lowtri.integrations.transformers.packing import TOLD, documents_in_graph, documents_of_layer
 from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
@@ -75,7 +75,9 @@ def attend(
         CallError: for an argument that is not supported, none is ignored; while torch.export traces, for what an exported program
             cannot contain.
     """
-    if type(attention_mask) is LazyMaskTensor and attention_mask.lazy.cache is not None:
+    if isinstance(attention_mask, TraceableMaskTensor) and torch.compiler.is_dynamo_compiling():
+        attention_mask = attention_mask._table  # which the program holds instead
+    elif isinstance(attention_mask, LazyMaskTensor) and attention_mask.lazy.cache is not None:
         return _attend_in_cache(
             module, query, key, attention_mask.lazy, dropout, scaling, softcap, s_aux, engine, others
         )
