@@ -390,7 +390,7 @@ def test_all_layers_of_a_forward_share_one_mask(monkeypatch: pytest.MonkeyPatch)
     read = door._lazy_mask
     monkeypatch.setattr(door, "_lazy_mask", lambda mask, *sizes: seen.append(mask) or read(mask, *sizes))
     llama(num_hidden_layers=3)(torch.randint(3, 99, (1, 9)))
-    assert len(seen) == 3 and all(type(one) is LazyMaskTensor for one in seen)
+    assert len(seen) == 3 and all(isinstance(one, LazyMaskTensor) for one in seen)
     assert len({id(one.lazy) for one in seen}) == 1
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from lowtri.errors import CallError
 from lowtri.integrations.transformers import attend, register
@@ -131,6 +132,23 @@ def test_generating_with_a_compiled_forward() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_static_cache_generates_with_the_graphs_of_sdpa(padded: bool) -> None:
+    """One program for the prompt and one for all tokens, without breaks: generate makes their masks outside of them."""
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": PADS if padded else None}
+    right, graphs = None, []
+    for implementation in ("sdpa", "lowtri"):
+        one, counter = model(implementation=implementation), CompileCounter()
+        plain = one.generate(IDS, **options)
+        torch._dynamo.reset()
+        one.forward = torch.compile(one.forward, backend=counter, fullgraph=True)
+        tokens = one.generate(IDS, cache_implementation="static", disable_compile=True, **options)
+        assert torch.equal(tokens, plain if right is None else right)
+        right = tokens
+        graphs.append(counter.frame_count)
+    assert graphs[1] <= graphs[0]
+
+
 def test_what_no_program_holds_runs_outside_and_names_lowtri() -> None:
     switched = model()
     right = switched(IDS, output_attentions=True).attentions

@@ -18,7 +18,7 @@ from lowtri.compat.transformers_private import collects_attentions
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import LazyMask, read_dense_mask, read_table, top_left_positions
-from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.lazy import LazyMaskTensor, TraceableMaskTensor
 from lowtri.integrations.transformers.packing import TOLD, documents_in_graph, documents_of_layer
 from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
@@ -97,13 +97,15 @@ def attend(
         CallError: for an argument that is not supported, none is ignored; while torch.export traces, for what an exported program
             cannot contain.
     """
+    if isinstance(attention_mask, TraceableMaskTensor) and torch.compiler.is_dynamo_compiling():
+        attention_mask = attention_mask._table  # which the program holds instead
     rows, _, nq, _ = query.shape
     key_rows, _, nk, _ = key.shape
     has_others = attention_mask is not None or dropout or not _OTHERS.isdisjoint(others) or collects_attentions()
     if has_others or rows < key_rows or 1 < nq != nk:
         of_few = {name: others.pop(name) for name in _OF_FEW_MODELS if name in others}
         options = _Options(dropout, scaling, is_causal, softcap, s_aux, engine, **of_few)
-        if type(attention_mask) is LazyMaskTensor and attention_mask.lazy.cache is not None:
+        if isinstance(attention_mask, LazyMaskTensor) and attention_mask.lazy.cache is not None:
             return _attend_in_cache(module, query, key, attention_mask.lazy, options, others)
         return _attend_with(module, query, key, value, attention_mask, options, others)
     # Each layer of each token runs this, so it has no further step. Without a mask, a layer is causal as under transformers' sdpa.

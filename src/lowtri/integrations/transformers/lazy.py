@@ -53,7 +53,7 @@ class LazyMaskTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        lazy_op = _LAZY_OPS.get(func)
+        lazy_op = None if args and getattr(args[0], "lazy", None) is None else _LAZY_OPS.get(func)
         result = lazy_op(*args, **kwargs) if lazy_op and type(args[0]) is cls else None
         if result is not None:
             return result
@@ -74,6 +74,23 @@ class LazyMaskTensor(Tensor):
                 table = np.broadcast_to(thread.submit(self.lazy.table).result(), tuple(self.shape))
             made = self.__dict__["_table"] = torch.from_numpy(table.copy()).to(self.device)
         return made
+
+
+class TraceableMaskTensor(LazyMaskTensor):
+    """A lazy mask of few pairs, which a program of torch.compile takes as its table: that is small."""
+
+    _table: Tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        self.materialize()
+        return ["_table"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Any:
+        table = inner["_table"]
+        tensor: Any = make_wrapper(TraceableMaskTensor, size, dtype=torch.bool, device=table.device)
+        tensor.lazy, tensor._table = None, table
+        return tensor
 
 
 def _materialized(x: Any) -> Any:

@@ -25,7 +25,7 @@ from lowtri.compat.transformers_private import known_mask_function
 from lowtri.errors import CallError, MaskError
 from lowtri.integrations.dense_mask import LazyMask, join
 from lowtri.integrations.function_mask import FunctionMask, trace
-from lowtri.integrations.transformers.lazy import LazyMaskTensor
+from lowtri.integrations.transformers.lazy import LazyMaskTensor, TraceableMaskTensor
 from lowtri.integrations.transformers.packing import Packing
 from lowtri.integrations.transformers.sharded import mask_of_plan
 from lowtri.integrations.transformers.user_masks import check_cache, current_forward
@@ -38,6 +38,7 @@ from lowtri.masks.tile import EMPTY, POSITION_MAX, Index
 
 # Models that write values of their own next to an additive mask: they get the additive mask that eager gets.
 _NEED_ADDITIVE = ("deepseek_v4",)
+_PAIRS_OF_A_PROGRAM = 2**16  # of a mask that a compiled program may take as its table
 
 
 def make_mask(
@@ -125,7 +126,8 @@ def make_mask(
     cache = None if forward is None else forward.cache
     lazy = LazyMask(mask, q0, q_length, k0, kv_length, remake, context, packed=forward is not None, cache=cache)
     heads = mask.batch[1] if len(mask.batch) > 1 else 1
-    return LazyMaskTensor(lazy, (batch_size, heads, q_length, kv_length), device)
+    kind = TraceableMaskTensor if q_length * kv_length <= _PAIRS_OF_A_PROGRAM else LazyMaskTensor
+    return kind(lazy, (batch_size, heads, q_length, kv_length), device)
 
 
 def _can_omit_mask(q_length: Any, kv_length: Any, q_offset: Any, kv_offset: Any) -> bool:
