@@ -105,6 +105,16 @@ def _attend_in_cache(
     others: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """:func:`attend` over an EvictingCache, which has returned the keys."""
+    if dropout or not _OTHERS.isdisjoint(others) or collects_attentions():
+        _reject_in_cache(module, dropout, others)
+    sinks = None if s_aux is None else s_aux.reshape(-1)
+    options = CallOptions(scaling, softcap, sinks=sinks, engine=engine)
+    output: Tensor = lazy.cache.attend(module, lazy, query, key, options)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _reject_in_cache(module: Any, dropout: float, others: dict[str, Any]) -> None:
+    """Reject what an EvictingCache does not compute."""
     names = ("position_bias", "sinks", "indices", "block_indices", "output_attentions", *_UNSUPPORTED)
     given = [name for name in names if others.get(name) is not None and others[name] is not False]
     given += ["dropout"] * bool(dropout) + ["attention weights"] * collects_attentions()
@@ -113,10 +123,6 @@ def _attend_in_cache(
             f"EvictingCache: got {given[0]} in {type(module).__name__}, which it does not compute.\n"
             "Fix: model.eval() and output_attentions=False, or transformers.DynamicCache for this model."
         )
-    sinks = None if s_aux is None else s_aux.reshape(-1)
-    options = CallOptions(scaling, softcap, sinks=sinks, engine=engine)
-    output: Tensor = lazy.cache.attend(module, lazy, query, key, options)
-    return output.transpose(1, 2).contiguous(), None
 
 
 def _attend_with(
