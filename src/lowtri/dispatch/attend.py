@@ -190,7 +190,7 @@ def attention(
         if "NestedTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):  # torch's class of jagged tensors
             from lowtri.dispatch.jagged import attend_jagged
 
-            return attend_jagged(q, k, v, mask, options)
+            return attend_jagged(attention, q, k, v, mask, options)
         return run_eagerly(q, k, v, mask, options)
     from lowtri.dispatch.operators import traced
 

@@ -6,7 +6,8 @@ of which the mask counts from position 0, and the result has the offsets of the 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +33,20 @@ def is_jagged(x: Any) -> bool:
 
 
 def attend_jagged(
-    q: Any, k: Any, v: Any, mask: Mask | str, options: CallOptions, *, name: str = "attention", from_top: bool = False
+    call: Callable[..., Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Mask | str,
+    options: CallOptions,
+    *,
+    name: str = "attention",
+    from_top: bool = False,
 ) -> Any:
     """Attention over jagged tensors, each sequence by itself.
 
     Args:
+        call: :func:`lowtri.attention`, for the values.
         q, k, v: (B, H, j, D), or (B, j, D); keys and values of the same lengths. Queries of a sequence stand at its last keys.
         options: those of :func:`lowtri.attention`.
         name: of the function, for messages.
@@ -77,47 +87,53 @@ def attend_jagged(
             f"{name}: a sequence has {int(of_q[more][0])} queries and {int(of_k[more][0])} keys.\n"
             "Fix: at most as many queries as keys."
         )
-    results = _over_sequences(q, k, v, as_mask(mask), options, of_q, of_k, from_top)
+    parts = _parts_of(as_mask(mask), of_q, of_k, from_top)
+    results = _over_parts(call, [x.values() for x in (q, k, v)], options, parts)
     jagged = [_as(q, x, dim) for x, dim in zip(results, (q.dim() - 2,) * 2, strict=False)]
     return tuple(jagged) if options.return_lse else jagged[0]
 
 
-def _over_sequences(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Mask,
-    options: CallOptions,
-    of_q: NDArray[np.int64],
-    of_k: NDArray[np.int64],
-    from_top: bool,
-) -> tuple[Tensor, ...]:
-    """The values of the results, one call for all sequences; where the mask differs from one to the other, a call for each."""
-    from lowtri.dispatch import attend
+class _Part(NamedTuple):
+    """Sequences of one call: where their queries and keys are among the values, their mask, and where the queries stand."""
 
-    rows, values = (*mask.batch, 1)[0], [x.values() for x in (q, k, v)]
-    if rows == 1:
-        bounds = [(0, len(of_q), _of_row(mask, 0))]
-    elif rows == len(of_q):
-        bounds = [(b, b + 1, _of_row(mask, b)) for b in range(rows)]
-    else:
+    queries: slice
+    keys: slice
+    mask: Mask
+    positions: NDArray[np.int64] | None
+
+
+def _parts_of(mask: Mask, of_q: NDArray[np.int64], of_k: NDArray[np.int64], from_top: bool) -> list[_Part]:
+    """One call for all sequences; where the mask differs from one to the other, a call for each."""
+    rows = (*mask.batch, 1)[0]
+    if rows not in (1, len(of_q)):
         raise CallError(
-            f"attention: {mask!r} has {rows} rows, but the jagged tensors have {len(of_q)} sequences.\nFix: a mask of as many."
+            f"attention: {mask!r} has {rows} rows, but the jagged tensors have {len(of_q)} sequences.\nFix: a row for each."
         )
-    q_ends, k_ends = (np.concatenate([[0], np.cumsum(sizes)]) for sizes in (of_q, of_k))
+    q_ends, k_ends = (np.concatenate([[0], np.cumsum(sizes)]).tolist() for sizes in (of_q, of_k))
+    bounds = [(0, len(of_q))] if rows == 1 else [(b, b + 1) for b in range(rows)]
     parts = []
-    for first, stop, own in bounds:
-        lengths, positions = of_k[first:stop], _positions(of_q[first:stop], of_k[first:stop], from_top)
+    for first, stop in bounds:
+        lengths, own = of_k[first:stop], _of_row(mask, first)
         packed = documents(lengths=lengths[lengths > 0], inner=own) if (lengths > 0).any() else own
-        ends = zip(values, (q_ends, k_ends, k_ends), strict=True)
-        own_values = [x.narrow(-2, int(end[first]), int(end[stop] - end[first])) for x, end in ends]
-        given: dict[str, Any] = options._replace(q_positions=positions)._asdict()
-        call: Any = attend.attention  # whose overloads do not follow options by name
-        result = call(*own_values, packed, **given)
-        parts.append(result if options.return_lse else (result,))
-    if len(parts) == 1:
-        return tuple(parts[0])
-    return tuple(torch.cat(x, dim) for x, dim in zip(zip(*parts, strict=True), (-2, -1), strict=False))
+        positions = _positions(of_q[first:stop], lengths, from_top)
+        parts.append(_Part(slice(q_ends[first], q_ends[stop]), slice(k_ends[first], k_ends[stop]), packed, positions))
+    return parts
+
+
+def _over_parts(
+    call: Callable[..., Any], values: Sequence[Tensor], options: CallOptions, parts: Sequence[_Part]
+) -> tuple[Tensor, ...]:
+    """The values of the results."""
+    q, k, v = values
+    results = []
+    for part in parts:
+        given: dict[str, Any] = options._replace(q_positions=part.positions)._asdict()
+        own = q[..., part.queries, :], k[..., part.keys, :], v[..., part.keys, :]
+        result = call(*own, part.mask, **given)
+        results.append(result if options.return_lse else (result,))
+    if len(results) == 1:
+        return tuple(results[0])
+    return tuple(torch.cat(x, dim) for x, dim in zip(zip(*results, strict=True), (-2, -1), strict=False))
 
 
 def _of_row(mask: Mask, b: int) -> Mask:

@@ -122,7 +122,7 @@ def _jagged(
     if not enable_gqa and q.dim() == getattr(k, "ndim", 0) == 4 and q.shape[1] != k.shape[1]:
         raise _error(f"query has {q.shape[1]} heads, and key {k.shape[1]}. Fix: enable_gqa=True.")
     options = CallOptions(scale, dropout=dropout_p)
-    return attend_jagged(q, k, v, causal() if is_causal else full(), options, name=_NAME, from_top=True)
+    return attend_jagged(attention, q, k, v, causal() if is_causal else full(), options, name=_NAME, from_top=True)
 
 
 def _is_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:

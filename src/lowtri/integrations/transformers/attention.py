@@ -54,9 +54,8 @@ class _Options(NamedTuple):
     s_aux: Tensor | None
     engine: str
     sinks: Tensor | None = None  # (B, Hq, Nq, 1), one for each query
-    position_bias: Tensor | None = (
-        None  # added to the scores, broadcasts against (B, Hq, Nq, Nk); may require a gradient
-    )
+    # Added to the scores, broadcasts against (B, Hq, Nq, Nk); may require a gradient.
+    position_bias: Tensor | None = None
     indices: Tensor | None = None  # (B, Nq, n), the keys that an indexer chose
     block_indices: Tensor | None = None  # the same in blocks of the module's size
     cache: Any = None
@@ -64,6 +63,8 @@ class _Options(NamedTuple):
 
 
 _OF_FEW_MODELS = tuple(_Options._field_defaults)
+_NONE_OF_FEW = tuple(_Options._field_defaults.values())
+_FIRST_OF_FEW = len(_Options._fields) - len(_OF_FEW_MODELS)
 
 
 def attend(
@@ -125,6 +126,17 @@ def _attend_in_cache(
     others: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """:func:`attend` over an EvictingCache, which has returned the keys."""
+    has_more = options[_FIRST_OF_FEW:] != _NONE_OF_FEW or not _OTHERS.isdisjoint(others)
+    if has_more or options.dropout or collects_attentions():
+        _reject_in_cache(module, options, others)
+    sinks = None if options.s_aux is None else options.s_aux.reshape(-1)
+    call_options = CallOptions(options.scaling, options.softcap, sinks=sinks, engine=options.engine)
+    output: Tensor = lazy.cache.attend(module, lazy, query, key, call_options)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _reject_in_cache(module: Any, options: _Options, others: dict[str, Any]) -> None:
+    """Reject what an EvictingCache does not compute."""
     all_others = {**options._asdict(), **others}
     names = ("position_bias", "sinks", "indices", "block_indices", "output_attentions", *_UNSUPPORTED)
     given = [name for name in names if all_others.get(name) is not None and all_others[name] is not False]
@@ -137,10 +149,6 @@ def _attend_in_cache(
             f"EvictingCache: got {given[0]} in {type(module).__name__}, which it does not compute.\n"
             "Fix: model.eval() and output_attentions=False, or transformers.DynamicCache for this model."
         )
-    sinks = None if options.s_aux is None else options.s_aux.reshape(-1)
-    call_options = CallOptions(options.scaling, options.softcap, sinks=sinks, engine=options.engine)
-    output: Tensor = lazy.cache.attend(module, lazy, query, key, call_options)
-    return output.transpose(1, 2).contiguous(), None
 
 
 def _attend_with(

@@ -279,8 +279,9 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer:
     if setting.context is not None:
         args, kwargs = shard_arguments(model, setting.context, mask, args, kwargs)
     again = mask is not None and setting.context is None and _in_generate_without_cache(model, kwargs)
-    packing = None if setting.context is not None else _packing(model, named, mask)
     evicting = _evicting_cache(named)
+    is_next = evicting is not None and len(args) < 2 and is_next_token(args[0] if args else None, kwargs)
+    packing = None if setting.context is not None or is_next else _packing(model, named, mask)
     forward = Forward(model, mask, setting.context, again, outer, packing, named, evicting)
     if evicting is not None:
         _begin_in_cache(forward)
