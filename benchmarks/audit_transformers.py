@@ -23,8 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from small_configs import first_line, tiny_config
-from transformers_models import configs_of
+from small_configs import configs_of, first_line, tiny_config
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -92,7 +91,8 @@ def made(name: str, class_name: str) -> Any:
             yield error
         yield from configs_of(config_class)
 
-    model_class, first = getattr(transformers, class_name), None
+    model_class = getattr(transformers, class_name)
+    first = None
     for config in configs():
         try:
             if isinstance(config, Exception):
@@ -161,7 +161,8 @@ def confirmed(model: Any, example: dict[str, Any]) -> str:
     """The first way in which brute force moves an output that may not move; empty if there is none."""
     import torch
 
-    ids, mask = example["input_ids"], example.get("attention_mask")
+    ids = example["input_ids"]
+    mask = example.get("attention_mask")
     batch, n = ids.shape
     real = torch.ones_like(ids).bool() if mask is None else mask.bool()
 
@@ -214,13 +215,16 @@ def confirmed(model: Any, example: dict[str, Any]) -> str:
             return f"cut off before {length}, output {int(wrong[0][1])} moves"
 
     def decoded(mask: Any, sizes: list[int]) -> Any:
-        rows, cache, start = [], {}, 0
+        rows = []
+        cache = {}
+        start = 0
         for size in sizes:
             part = None if mask is None else mask[:, : start + size]
             row, out = logits(ids[:, start : start + size], part, use_cache=True, **cache)
             kinds = ("past_key_values", "cache_params", "state", "mems")
             kind = next(kind for kind in kinds if getattr(out, kind, None) is not None)
-            cache, start = {kind: getattr(out, kind)}, start + size
+            cache = {kind: getattr(out, kind)}
+            start = start + size
             rows.append(row)
         return torch.cat(rows, 1)
 
@@ -235,7 +239,8 @@ def confirmed(model: Any, example: dict[str, Any]) -> str:
         ("after a prompt with pads on the right", hole, prompt),
     ):
         try:
-            full, steps = logits(ids, marks)[0], decoded(marks, sizes)
+            full = logits(ids, marks)[0]
+            steps = decoded(marks, sizes)
         except Exception:
             continue
         # `generate` gives pads in the prompt only: nothing behind a later one is compared.
@@ -263,7 +268,8 @@ def limited(name: str, class_name: str, show: bool, limit: float) -> dict[str, A
             send.send(("", {"why": first_line(error) if isinstance(error, Exception) else repr(error)}))
 
     result: dict[str, Any] = {"type": name, "class": class_name, "cells": {}, "why": "the process ended"}
-    process, until = context.Process(target=work), time.monotonic() + limit
+    process = context.Process(target=work)
+    until = time.monotonic() + limit
     process.start()
     send.close()
     try:
@@ -345,7 +351,8 @@ def main() -> None:
             break
         if name in kept and not (arguments.again or arguments.only):
             continue
-        started, class_name = time.monotonic(), NAMES[name]
+        started = time.monotonic()
+        class_name = NAMES[name]
         class_name = class_name[0] if isinstance(class_name, (list, tuple)) else class_name
         kept[name] = result = limited(name, class_name, arguments.show, arguments.limit)
         odd = {key: cell for key, cell in result["cells"].items() if cell["verdict"] not in ("clean", "-")}

@@ -3,7 +3,7 @@
     python benchmarks/context_parallel.py                      # as root: namespaces, 2 and 4 ranks, two networks
     python benchmarks/context_parallel.py --ranks 2 --gbit 0   # loopback, by anybody
 
-Forward and backward in float32, by turns; gloo; a thread for each rank. Before timing, every way's output and gradients are compared
+Forward and backward in float32, interleaved; gloo; a thread for each rank. Before timing, every way's output and gradients are compared
 with those of the first. The time of a repetition is that of the slowest rank; printed are medians over the repetitions, with the
 tokens whose keys a rank receives forward, and the CPU time of the slowest rank, which other programs of the machine do not change much.
 """
@@ -39,7 +39,8 @@ def mask_of(name: str, n: int) -> Mask:
 
 def document_lengths(n: int) -> list[int]:
     """Lognormal: about twenty documents, whatever their size."""
-    random, lengths = np.random.default_rng(0), []
+    random = np.random.default_rng(0)
+    lengths = []
     while sum(lengths) < n:
         lengths.append(int(min(max(16, random.lognormal(np.log(n / 30), 1.0)), n - sum(lengths))))
     return lengths
@@ -58,7 +59,8 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     address = f"tcp://{args.address}:29577"
     dist.init_process_group("gloo", init_method=address, rank=args.worker, world_size=args.ranks)
-    rank, results = args.worker, []
+    rank = args.worker
+    results = []
     for name in args.masks:
         n = args.n if name == "causal" else 2 * args.n
         plan = plan_shards(mask_of(name, n), n, args.ranks)
@@ -66,15 +68,16 @@ def worker(args: argparse.Namespace) -> None:
         shapes = {"q": (args.heads, 64), "k": (args.heads // 2, 64), "v": (args.heads // 2, 64), "d": (args.heads, 64)}
         mine = torch.from_numpy(plan.positions(rank))
         whole = {which: torch.randn(1, heads, n, size, generator=source) for which, (heads, size) in shapes.items()}
-        q, k, v, d_output = (x[:, :, mine].contiguous() for x in whole.values())
-        leaves = [x.requires_grad_() for x in (q, k, v)]
+        *leaves, d_output = (x[:, :, mine].contiguous() for x in whole.values())
+        leaves = [x.requires_grad_() for x in leaves]
         ways = ways_of(plan)
         reference: list[Tensor] = []
         times: dict[str, list[list[float]]] = {way: [] for way in ways}
         for repetition in range(args.repetitions + 1):
             for way, attend in ways.items():
                 dist.barrier()
-                begin, cpu = time.perf_counter(), time.process_time()
+                begin = time.perf_counter()
+                cpu = time.process_time()
                 output = attend(*leaves)
                 grads = torch.autograd.grad(output, leaves, d_output)
                 taken = [time.perf_counter() - begin, time.process_time() - cpu]

@@ -39,7 +39,8 @@ def all_gather_attention(plan: ShardPlan, q: Tensor, k: Tensor, v: Tensor) -> Te
     positions = torch.cat([torch.from_numpy(plan.positions(rank)) for rank in range(plan.ranks)])
     rows = _AllGather.apply(torch.cat([k, v], -1).permute(2, 0, 1, 3)).permute(1, 2, 0, 3)  # (B, Hkv, N, D + Dv)
     mine = plan.positions(dist.get_rank())
-    keys, values = rows[..., : k.shape[3]], rows[..., k.shape[3] :]
+    keys = rows[..., : k.shape[3]]
+    values = rows[..., k.shape[3] :]
     return lowtri.attention(q, keys, values, plan.masks[0], q_positions=mine, k_positions=positions)
 
 
@@ -48,13 +49,15 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: ShardPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rank, results = dist.get_rank(), []
+        rank = dist.get_rank()
+        results = []
         rows = torch.cat([k, v], -1).contiguous()
         for step in range(plan.ranks):
             owner = (rank - step) % plan.ranks
             coming, works = _shift([rows]) if step + 1 < plan.ranks else ([rows], [])
             options = {"q_positions": plan.positions(rank), "k_positions": plan.positions(owner)}
-            keys, values = rows[..., : k.shape[3]], rows[..., k.shape[3] :]
+            keys = rows[..., : k.shape[3]]
+            values = rows[..., k.shape[3] :]
             results.append(lowtri.attention(q, keys, values, plan.masks[0], return_lse=True, **options))
             _wait(works)
             rows = coming[0]
@@ -66,22 +69,27 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_output: Tensor) -> Any:
-        plan, (q, k, v, output, lse) = ctx.plan, ctx.saved_tensors
-        rank, d_q = dist.get_rank(), torch.zeros_like(q)
+        plan = ctx.plan
+        *inputs, output, lse = ctx.saved_tensors
+        q, k, v = inputs
+        rank = dist.get_rank()
+        d_q = torch.zeros_like(q)
         rows = torch.cat([k, v], -1).contiguous()
         d_rows = torch.zeros_like(rows)
         for step in range(plan.ranks):
             owner = (rank - step) % plan.ranks
             coming, works = _shift([rows]) if step + 1 < plan.ranks else ([rows], [])
             options = {"q_positions": plan.positions(rank), "k_positions": plan.positions(owner)}
-            keys, values = rows[..., : k.shape[3]], rows[..., k.shape[3] :]
+            keys = rows[..., : k.shape[3]]
+            values = rows[..., k.shape[3] :]
             part = lowtri.attention_backward(d_output, None, output, lse, q, keys, values, plan.masks[0], **options)
             d_q += part.q
             _wait(works)
             # The gradients follow their keys, one step behind; after the last step they are home.
             moved, works = _shift([d_rows + torch.cat([part.k, part.v], -1).contiguous()])
             _wait(works)
-            rows, d_rows = coming[0], moved[0]
+            rows = coming[0]
+            d_rows = moved[0]
         return None, d_q, d_rows[..., : k.shape[3]], d_rows[..., k.shape[3] :]
 
 
@@ -92,7 +100,8 @@ def ring_attention(plan: ShardPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _shift(tensors: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
     """Send to the next rank, receive from the one before."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     received = [torch.empty_like(x) for x in tensors]
     works = [dist.isend(x, (rank + 1) % size) for x in tensors]
     works += [dist.irecv(x, (rank - 1) % size) for x in received]

@@ -3,7 +3,7 @@
     python benchmarks/decode.py                     # the grid: dtypes, lengths, groups, batches, threads; some ten minutes
     python benchmarks/decode.py --lengths 4096 --groups 1 4 --batches 1 --threads 1
 
-Both run in turns over caches that together hold four times the CPU's last cache, so that each is read from memory. One thread is
+Both run interleaved over caches that together hold four times the CPU's last cache, so that each is read from memory. One thread is
 timed in CPU time, several by the clock. *call*: the share that a whole call reaches. *kernel*: the same without what is around the
 kernel, Python and the launch. *around*: what these take, at a moment when the CPU's caches hold nothing of the interpreter's.
 A ring is the cache of a window with four sinks, whose newest keys overwrite the oldest.
@@ -29,15 +29,19 @@ from lowtri.kernels import threads as teams
 from lowtri.system import last_cache_bytes
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
-KV_HEADS, D, SINKS = 8, 128, 4
+KV_HEADS = 8
+D = 128
+SINKS = 4
 
 
 class KernelTime:
     """The time that the last kernel took, apart from the call around it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.seconds, self.clock = 0.0, clock
-        self._launch, self._run_team = Launch.__init__, launch.run_team  # type: ignore[attr-defined]
+        self.seconds = 0.0
+        self.clock = clock
+        self._launch = Launch.__init__
+        self._run_team = launch.run_team  # type: ignore[attr-defined]
 
     def __enter__(self) -> KernelTime:
         def prepared(prepared_launch: Any, *args: Any, **options: Any) -> None:
@@ -80,7 +84,9 @@ def measure(name: str, n: int, group: int, batch: int, threads: int, rounds: int
         slots = np.roll(np.arange(newest - (n - SINKS) + 1, newest + 1), n // 2)
         mask = lowtri.causal() & (lowtri.window(n - SINKS) | lowtri.first(SINKS))
         options = {"q_positions": [newest], "k_positions": np.concatenate([np.arange(SINKS), slots])}
-    calls, kernels, reads = [], [], []
+    calls = []
+    kernels = []
+    reads = []
     with KernelTime(clock) as kernel:
         for turn in range(rounds + 1):
             k, v = cache = next(turning)
@@ -92,10 +98,13 @@ def measure(name: str, n: int, group: int, batch: int, threads: int, rounds: int
             read(cache.data_ptr(), cache.nbytes, threads)
             reads.append(kernel.seconds)
             if not turn:  # compiled now
-                calls, kernels, reads = [], [], []
+                calls = []
+                kernels = []
+                reads = []
     call, alone, loop = (statistics.median(seconds) for seconds in (calls, kernels, reads))
     around = statistics.median(one - other for one, other in zip(calls, kernels, strict=True))
-    what = f"{name:8} {n:6,} keys  group {group}  batch {batch}  {threads} thread{'s' * (threads > 1):1}"
+    team = "1 thread " if threads == 1 else f"{threads} threads"
+    what = f"{name:8} {n:6,} keys  group {group}  batch {batch}  {team}"
     speed = f"around {around * 1e6:5.0f} us  read loop {cache.nbytes / loop / 1e9:5.1f} GB/s"
     return f"{what}  {'ring' if ring else '    '}  call {loop / call:.2f}  kernel {loop / alone:.2f}  {speed}"
 

@@ -22,7 +22,9 @@ from types import TracebackType
 
 __all__ = ["Network"]
 
-_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_TUNSETIFF = 0x400454CA
+_IFF_TUN = 0x0001
+_IFF_NO_PI = 0x1000
 _MTU = 9000
 
 
@@ -36,7 +38,9 @@ class Network:
     """
 
     def __init__(self, size: int, *, gbit: float, delay: float) -> None:
-        self.size, self._seconds_per_byte, self._delay = size, 8e-9 / gbit, delay
+        self.size = size
+        self._seconds_per_byte = 8e-9 / gbit
+        self._delay = delay
         self._names = [f"lowtri-{os.getpid()}-{number}" for number in range(size)]
         self._devices: list[int] = []
         self._stop = threading.Event()
@@ -87,9 +91,10 @@ class Network:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def _run(self) -> None:
-        free_at = [0.0] * self.size  # when the link out of each namespace has sent all that came so far
+        free_at = [0.0] * self.size  # when the link out of each namespace has sent all that it got so far
         waiting: list[tuple[float, int, int, bytes]] = []  # due, order, destination, packet
-        order, numbers = 0, {file: number for number, file in enumerate(self._devices)}
+        order = 0
+        numbers = {file: number for number, file in enumerate(self._devices)}
         poll = select.poll()
         for file in self._devices:
             poll.register(file, select.POLLIN)
@@ -101,7 +106,8 @@ class Network:
                         packet = os.read(file, 65536)
                     except BlockingIOError:
                         break
-                    number, to = numbers[file], packet[19] - 1  # the last byte of the IPv4 destination
+                    number = numbers[file]
+                    to = packet[19] - 1  # the last byte of the IPv4 destination
                     if packet[0] >> 4 != 4 or not 0 <= to < self.size:
                         continue
                     free_at[number] = max(free_at[number], time.monotonic()) + len(packet) * self._seconds_per_byte

@@ -1,4 +1,4 @@
-"""FlexAttention and flash-attn on a CPU: lowtri's functions by turns with what torch offers there.
+"""FlexAttention and flash-attn on a CPU: lowtri's functions interleaved with what torch offers there.
 
     python benchmarks/flex_and_varlen.py flex      # compiled FlexAttention, forward; needs a C++ compiler
     python benchmarks/flex_and_varlen.py varlen    # padded rows and torch's SDPA, forward, and forward + backward
@@ -33,7 +33,8 @@ from lowtri.masks.mask import Mask
 
 warnings.simplefilter("ignore")
 
-HEADS, SIZE = 8, 64
+HEADS = 8
+SIZE = 64
 DTYPES = [x for x in (torch.float32, torch.bfloat16) if str(x)[6:] in sys.argv] or [torch.float32, torch.bfloat16]
 
 
@@ -52,7 +53,8 @@ def same(a: Tensor, b: Tensor) -> None:
 
 
 def flex() -> None:
-    n, slopes = 4096, 2.0 ** -torch.arange(1, HEADS + 1)
+    n = 4096
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1)
     ids = torch.arange(n) // 512
     mods: dict[str, tuple[Any, Any]] = {
         "causal": (lambda b, h, q, k: q >= k, None),
@@ -96,7 +98,8 @@ def varlen() -> None:
     for dtype in DTYPES:
         for name, lengths in rows.items():
             edges = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-            longest, total = max(lengths), sum(lengths)
+            longest = max(lengths)
+            total = sum(lengths)
             real = torch.arange(longest) < torch.tensor(lengths)[:, None]
             visible = torch.ones(longest, longest, dtype=torch.bool).tril() & real[:, None, None]
             packed = [torch.randn(total, HEADS, SIZE).to(dtype) for _ in "qkv"]

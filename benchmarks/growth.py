@@ -51,7 +51,8 @@ LENGTHS = tuple(2**power for power in range(9, 18))  # 512 .. 131,072
 QUICK = (512, 1024)
 
 _LONGEST = 30.0  # seconds; a run that would take longer ends its line
-_FEW_ROUNDS, _SLOW = 3, 1.0  # fewer turns, with the first, where a turn takes more than a second
+_SLOW = 1.0  # seconds: if a round takes longer,
+_FEW_ROUNDS = 3  # there are fewer of them, with the first
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ _TITLES = {
     "window": f"window of {WINDOW} tokens",
     "documents": f"causal, documents of {DOCUMENT} tokens",
 }
-_COLOURS, _MARKERS = (VISIBLE.light, QUERY.light), ("o", "s")
+_COLOURS = (VISIBLE.light, QUERY.light)
+_MARKERS = ("o", "s")
 _SCALES = {"seconds": (1e3, "time of a call, ms"), "bytes": (1e-6, "memory beyond the inputs, MB")}
 _LEAST_BYTES = 2**18  # Linux counts pages in batches: less is drawn as this
 
@@ -236,7 +238,8 @@ def draw(lines: Sequence[Line], facts: dict[str, Any], dtype: str, path: Path) -
 
 
 def _panel(axes: Any, lines: Sequence[Line], quantity: str) -> None:
-    factor, least = _SCALES[quantity][0], _LEAST_BYTES if quantity == "bytes" else 0
+    factor = _SCALES[quantity][0]
+    least = _LEAST_BYTES if quantity == "bytes" else 0
     for line, colour, marker in zip(lines, _COLOURS, _MARKERS, strict=True):
         points = [(point.n, getattr(point, quantity)) for point in line.points]
         points = [(n, max(size, least) * factor) for n, size in points if size is not None]

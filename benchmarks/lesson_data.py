@@ -197,13 +197,15 @@ def smollm2() -> None:
     model, tokenizer, _ = load_model("smollm2")
     ids = tokenizer.encode(SENTENCE)
     tokens = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
-    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    layers = model.config.num_hidden_layers
+    heads = model.config.num_attention_heads
+    # (L, H, N, N)
     maps = np.array(
         [
             [lowtri.explain(model, ids, layer=layer, head=head)["weights"].value for head in range(heads)]
             for layer in range(layers)
         ]
-    )  # (L, H, N, N)
+    )
     assert np.all(np.triu(maps, 1) == 0)
     write("smollm2", {"name": "SmolLM2-135M-Instruct", "tokens": tokens, "shape": maps.shape, "maps": packed(maps)})
 

@@ -142,7 +142,7 @@ def main() -> None:
             pages = {"first paint of one line of text": floor, "first paint of the lesson": path}
             paints: dict[str, list[tuple[float, float]]] = {name: [] for name in pages}
             for _ in range(options.rounds):
-                for name, file in pages.items():  # by turns
+                for name, file in pages.items():  # interleaved
                     paints[name].append(first_paint(browser, file, options.slower))
             for name, measured in paints.items():
                 _print(name, measured)

@@ -138,7 +138,8 @@ def main() -> None:
     if chosen.serve is not None:
         serve(chosen.serve, sys.stdin, sys.stdout)
         return
-    calls, machine = choose(chosen.full, chosen.case), facts(chosen.threads)
+    calls = choose(chosen.full, chosen.case)
+    machine = facts(chosen.threads)
     with AvxWorker(chosen.threads) as worker:
 
         def elsewhere(call: PresetCall) -> TimedElsewhere | str:

@@ -92,7 +92,8 @@ def in_turns_with_torch(case: PresetCall, turns: int) -> Comparison:
 def calls(case: PresetCall) -> tuple[Call, Call, str]:
     """lowtri's call, torch's call, and the engine that runs the first."""
     tensors = Tensors(case)
-    q, (k, v) = tensors.q, tensors.next()[1]
+    q = tensors.q
+    k, v = tensors.next()[1]
 
     def call(attend: Attend | str) -> Call:
         assert not isinstance(attend, str)
@@ -124,7 +125,8 @@ def _name(case: PresetCall) -> str:
 
 
 def _line(one: Comparison) -> str:
-    ours, theirs = one.ours * 1e6, one.torch * 1e6
+    ours = one.ours * 1e6
+    theirs = one.torch * 1e6
     return f"slower  {_name(one.call):<44} {one.engine:<8} {ours:>9,.0f} us, torch {theirs:>9,.0f} us: {one.times:.2f}x"
 
 

@@ -80,7 +80,8 @@ def memory_use() -> tuple[int, int] | None:
         if sys.platform == "darwin":
             c_library: Any = ctypes.CDLL(None)
             kind = _structure(ctypes.c_int64, "virtual", "now", "peak", "user", "system", "policy_and_count")
-            info, count = kind(), ctypes.c_uint32(ctypes.sizeof(kind) // 4)  # mach_task_basic_info
+            info = kind()  # mach_task_basic_info
+            count = ctypes.c_uint32(ctypes.sizeof(kind) // 4)
             failed = c_library.task_info(c_library.mach_task_self(), 20, ctypes.byref(info), ctypes.byref(count))
             return None if failed else (int(info.now), int(info.peak))
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()

@@ -30,8 +30,12 @@ from lowtri import mask as read_mask
 from lowtri.benching import SDPA, Attend, as_json, as_text, facts, measure, sdpa
 from presets import PresetCall, choose, document_lengths
 
-FLEX, ONNX, OPENVINO = "FlexAttention", "onnxruntime", "OpenVINO"
-VLLM, ZENTORCH, SGLANG = "vLLM", "zentorch", "SGLang"
+FLEX = "FlexAttention"
+ONNX = "onnxruntime"
+OPENVINO = "OpenVINO"
+VLLM = "vLLM"
+ZENTORCH = "zentorch"
+SGLANG = "SGLang"
 _BLOCK = 32  # tokens in a block of vLLM's cache
 
 
@@ -71,7 +75,7 @@ def onnx_attention(case: PresetCall) -> Attend | str:
 
     kind = TensorProto.FLOAT if case.dtype == "float32" else TensorProto.FLOAT16
     table = _table(case)
-    names = ["q", "k", "v"] + ["table"] * (table is not None)
+    names = ["q", "k", "v"] if table is None else ["q", "k", "v", "table"]
     kinds = dict.fromkeys(("q", "k", "v"), kind) | {"table": TensorProto.BOOL}
     causal = int(case.label == "causal" and case.work != "decode")
     node = helper.make_node("Attention", names, ["o"], is_causal=causal)
@@ -106,7 +110,8 @@ def openvino_attention(case: PresetCall) -> Attend | str:
     size = [1, case.heads, -1, case.d]
     q, k, v = (opset13.parameter(openvino.PartialShape(size), openvino.Type.f32) for _ in range(3))
     table = _table(case)
-    parameters, causal = [q, k, v], case.label == "causal" and case.work != "decode"
+    parameters = [q, k, v]
+    causal = case.label == "causal" and case.work != "decode"
     if table is not None:
         parameters.append(opset13.parameter(openvino.PartialShape([-1, -1]), openvino.Type.boolean))
         result = opset13.scaled_dot_product_attention(q, k, v, parameters[3], causal=False)
@@ -135,7 +140,8 @@ def vllm_attention(case: PresetCall) -> Attend | str:
     if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         name = "_C_AVX2" if not torch.cpu._is_avx512_supported() else "_C_AVX512"
         torch.ops.load_library(str(Path(spec.origin).parent / f"{name}.abi3.so"))
-    ops, window = torch.ops._C, -1
+    ops = torch.ops._C
+    window = -1
     if case.label == "window":
         window = int(np.asarray(read_mask(case.mask).pairs(1, case.n)).sum())  # the last query sees a whole window
     dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32

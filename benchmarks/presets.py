@@ -17,7 +17,8 @@ from lowtri.errors import DataError
 from lowtri.system import last_cache_bytes
 
 BYTES = {"float32": 4, "bf16": 2, "float16": 2}
-WINDOW, DOCUMENT = 256, 512  # tokens
+WINDOW = 256  # tokens
+DOCUMENT = 512
 PLAIN = ("causal", "full")  # torch's function has an argument for them, or needs none
 TABLED = ("window", "documents", "prefix", "sinks")  # torch's function gets a table of bools
 _MOST_CACHES = 2**31  # bytes of rotating caches, at most
@@ -165,11 +166,14 @@ def grid(quick: bool = False, threads: Sequence[int] = (1, 2)) -> list[PresetCal
     >>> len(grid()), len(grid(quick=True))
     (720, 39)
     """
-    lengths, caches = [2**p for p in range(4, 12)], [2**p for p in range(6, 14)]
+    lengths = [2**p for p in range(4, 12)]
+    caches = [2**p for p in range(6, 14)]
     tabled = TABLED
     if quick:
-        lengths, caches = [16, 64], [64]
-        threads, tabled = threads[:1], TABLED[:1]
+        lengths = [16, 64]
+        caches = [64]
+        threads = threads[:1]
+        tabled = TABLED[:1]
     calls: list[PresetCall] = []
     for count in threads:
         for labels in (PLAIN, tabled):

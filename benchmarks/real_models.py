@@ -11,7 +11,7 @@ Parts:
     window   the same as a Mistral with a window of 256: a prompt of 4,096 tokens
 
 Runners: lowtri is lowtri.nn.Decoder; registered is transformers' model with attn_implementation="lowtri"; sdpa and eager are
-transformers' own. All hold the same weights, and what they answer is compared before anything is timed. They run in turns in
+transformers' own. All hold the same weights, and what they answer is compared before anything is timed. They run interleaved in
 one process, so that whatever else the machine does falls on all of them; medians are compared. The first round warms up and
 compiles, and is not counted. A training step is forward, loss, backward and AdamW, weights in the dtype that is named.
 """
@@ -39,7 +39,11 @@ from lowtri.nn import Decoder, DecoderConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RUNNERS = ("lowtri", "registered", "sdpa", "eager")
-AFTER, NEW, LONG, TRAINED, VOCABULARY = (128, 4096), 32, 4096, 2048, 8192
+AFTER = (128, 4096)
+NEW = 32
+LONG = 4096
+TRAINED = 2048
+VOCABULARY = 8192
 Row = dict[str, Any]
 
 
@@ -202,7 +206,8 @@ def decoding(model: Any, after: int) -> Callable[[], float]:
         first, prefilled = step(model, ids_of(after, 49152), None)
 
     def run() -> float:
-        out, cache = first, prefilled
+        out = first
+        cache = prefilled
         with torch.no_grad():
             started = time.perf_counter()
             for _ in range(NEW):
@@ -237,9 +242,8 @@ def alternating(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
     """The seconds of each run in each round, after a round that warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
-        names = (
-            list(runs) if number % 2 else list(reversed(runs))
-        )  # the second finds warm memory, so the order alternates
+        # The second finds warm memory, so the order alternates.
+        names = list(runs) if number % 2 else list(reversed(runs))
         for name in names:
             taken = runs[name]()
             if number:

@@ -68,11 +68,13 @@ class Work(NamedTuple):
 
 def measured(heads: int, gbit: float, delay: float) -> Machine:
     """The three times of this machine's core, fitted to the CPU times of calls of several shapes."""
-    rows, seconds = [], []
+    rows = []
+    seconds = []
     for queries, keys, mask in SHAPES:
         q = torch.randn(1, heads, queries, 64, requires_grad=True)
         k, v = torch.randn(2, 1, heads // 2, keys, 64).unbind()
-        k, v = k.requires_grad_(), v.requires_grad_()
+        k = k.requires_grad_()
+        v = v.requires_grad_()
         times = []
         for _ in range(6):
             begin = time.process_time()
@@ -99,7 +101,8 @@ def first_keys(name: str, n: int, edges: NDArray[np.int64]) -> NDArray[np.int64]
 def work_of(plan: ShardPlan, name: str) -> Work:
     """Pairs of each two ranks, from the stretch of keys that the middle query of each block sees."""
     edges = np.minimum(np.arange(len(plan.owner) + 1) * plan.block, plan.n)
-    sizes, first = np.diff(edges), first_keys(name, plan.n, edges)
+    sizes = np.diff(edges)
+    first = first_keys(name, plan.n, edges)
     held = np.zeros((len(sizes) + 1, plan.ranks))  # tokens of each rank before a block
     np.add.at(held, (np.arange(len(sizes)) + 1, plan.owner), sizes)
     held = np.cumsum(held, axis=0)
@@ -121,21 +124,25 @@ def work_of(plan: ShardPlan, name: str) -> Work:
 
 def times_of(plan: ShardPlan, work: Work, machine: Machine) -> dict[str, float]:
     """Seconds of the slowest rank."""
-    tokens, ranks = plan.tokens.astype(float), plan.ranks
-    received, own = plan.received.astype(float), np.diag(work.pairs)
+    tokens = plan.tokens.astype(float)
+    ranks = plan.ranks
+    received = plan.received.astype(float)
+    own = np.diag(work.pairs)
     others = work.pairs.sum(axis=1) - own
     whole = machine.compute(work.pairs.sum(axis=1), np.full(ranks, float(plan.n)), tokens)
     gather = machine.network(plan.n - tokens, ranks - 1)
     result = {}
     fetch = back = machine.network(received, ranks - 1 if plan.gathers[0] else work.senders)
-    near, far = machine.compute(own, tokens, tokens), machine.compute(others, received, tokens)
+    near = machine.compute(own, tokens, tokens)
+    far = machine.compute(others, received, tokens)
     forward = np.maximum(fetch, FORWARD * near) + FORWARD * far
     backward = np.maximum(fetch, (1 - FORWARD) * near) + (1 - FORWARD) * far + back
     result["ContextParallel"] = float((forward + backward).max())
     one = machine.compute(own + others, tokens + received, tokens)
     result["without overlap"] = float((one + 2 * fetch + back).max())
     result["all-gather"] = float((whole + 2 * gather).max())
-    rank, ring = np.arange(ranks), 0.0
+    rank = np.arange(ranks)
+    ring = 0.0
     passing = machine.network(tokens, 1)
     for step in range(ranks):
         pairs = work.pairs[rank, (rank - step) % ranks]

@@ -32,7 +32,9 @@ import lowtri
 from lowtri.nn import Decoder, DecoderConfig
 from lowtri.nn.positions import apply_rotary, rotary_tables
 
-CONTEXT, WINDOW, SINKS = 128, 32, 4
+CONTEXT = 128
+WINDOW = 32
+SINKS = 4
 
 
 def main() -> None:
@@ -83,7 +85,8 @@ def main() -> None:
 
 
 def train(config: DecoderConfig, text: torch.Tensor, steps: int) -> Decoder:
-    model, begun = Decoder(config), time.perf_counter()
+    model = Decoder(config)
+    begun = time.perf_counter()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 2e-3 * min(1, (step + 1) / 50) * (1 - 0.9 * step / steps)
@@ -108,7 +111,9 @@ def elsewhere(model: Decoder, mask: str, places: int) -> Decoder:
 @torch.inference_mode()
 def read(model: Decoder, streams: torch.Tensor, limit: int | None) -> tuple[torch.Tensor, lowtri.KVCache]:
     """The loss of each next token (N, B), and the cache at the end."""
-    config, cache, losses = model.config, model.make_cache(len(streams)), []
+    config = model.config
+    cache = model.make_cache(len(streams))
+    losses = []
     for t in range(streams.shape[1] - 1):
         if limit is not None and cache.length >= limit:
             cache.shift(

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 import lowtri
 from lowtri.parallel import ContextParallel, plan_shards
 
-N, RANKS = 1024, 2
+N = 1024
+RANKS = 2
 
 
 def with_torch(mesh: object, backend: object) -> str:
@@ -29,11 +30,12 @@ def with_torch(mesh: object, backend: object) -> str:
     from torch.nn.attention import sdpa_kernel
 
     torch.manual_seed(0)
-    q, k, v, d = torch.randn(4, 1, 4, N, 32)
-    exact = [x.clone().requires_grad_() for x in (q, k, v)]
+    *inputs, d = torch.randn(4, 1, 4, N, 32)
+    exact = [x.clone().requires_grad_() for x in inputs]
     expected = F.scaled_dot_product_attention(*exact, is_causal=True)
     expected.backward(d)
-    leaves, d = [x.clone() for x in (q, k, v)], d.clone()
+    leaves = [x.clone() for x in inputs]
+    d = d.clone()
     with (
         sdpa_kernel(backend),
         context_parallel(mesh, buffers=[*leaves, d], buffer_seq_dims=[2] * 4),
@@ -48,12 +50,12 @@ def with_torch(mesh: object, backend: object) -> str:
 
 def with_lowtri() -> str:
     torch.manual_seed(0)
-    q, k, v, d = torch.randn(4, 1, 4, N, 32)
-    exact = [x.clone().requires_grad_() for x in (q, k, v)]
+    *inputs, d = torch.randn(4, 1, 4, N, 32)
+    exact = [x.clone().requires_grad_() for x in inputs]
     expected = lowtri.attention(*exact, "causal")
     expected.backward(d)
     context = ContextParallel(plan_shards("causal", N, RANKS))
-    leaves = [context.shard(x, 2).requires_grad_() for x in (q, k, v)]
+    leaves = [context.shard(x, 2).requires_grad_() for x in inputs]
     output = context.attention(*leaves)
     output.backward(context.shard(d, 2))
     pairs = (output.detach(), expected), (leaves[0].grad, exact[0].grad)

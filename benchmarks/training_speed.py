@@ -1,4 +1,4 @@
-"""Training speed of lowtri's Decoder beside the same decoder in plain torch: same shapes, same process, in turns.
+"""Training speed of lowtri's Decoder beside the same decoder in plain torch: same shapes, same process, interleaved.
 
     python benchmarks/training_speed.py                     # 10 million parameters, 8 rows of 1,024 tokens
     python benchmarks/training_speed.py --small             # 4 layers of 128 numbers, 8 rows of 128 tokens
@@ -6,7 +6,7 @@
 
 The plain decoder is written with torch.nn and F.scaled_dot_product_attention(is_causal=True), as anybody would. It holds
 the same weights; the two losses must agree before anything is timed. A step is forward, backward, clipping and AdamW.
-Both take steps in turns, so that whatever else the machine does falls on both; the medians are compared. With one thread a
+Their steps are interleaved, so that whatever else the machine does falls on both; the medians are compared. With one thread a
 step is timed in CPU time, which other load does not lengthen. ``--profile`` lists the operations of each model that take the
 most time.
 """
@@ -31,7 +31,8 @@ from lowtri.nn import Decoder, DecoderConfig
 class PlainLayer(nn.Module):
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = c.num_attention_heads, c.num_key_value_heads
+        self.heads = c.num_attention_heads
+        self.kv_heads = c.num_key_value_heads
         size = c.hidden_size // c.num_attention_heads
         self.input_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -53,7 +54,9 @@ class PlainLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         b, n, _ = x.shape
-        y, a, f = self.input_layernorm(x), self.self_attn, self.mlp
+        y = self.input_layernorm(x)
+        a = self.self_attn
+        f = self.mlp
         q = rotate(a["q_proj"](y).view(b, n, self.heads, -1).transpose(1, 2), cos, sin)  # (B, Hq, N, D)
         k = rotate(a["k_proj"](y).view(b, n, self.kv_heads, -1).transpose(1, 2), cos, sin)  # (B, Hkv, N, D)
         v = a["v_proj"](y).view(b, n, self.kv_heads, -1).transpose(1, 2)  # (B, Hkv, N, D)
@@ -83,7 +86,9 @@ class PlainDecoder(nn.Module):
         size = c.hidden_size // c.num_attention_heads
         turns = c.rope_theta ** -(torch.arange(0, size, 2) / size)
         angles = torch.outer(torch.arange(c.max_position_embeddings), turns).repeat(1, 2)  # (N, D)
-        self.cos, self.sin, self.mask = angles.cos(), angles.sin(), mask
+        self.cos = angles.cos()
+        self.sin = angles.sin()
+        self.mask = mask
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         n = ids.shape[1]
@@ -160,9 +165,8 @@ def main() -> None:
     for number in range(o.steps + 2):  # two to warm up
         ids = torch.randint(o.vocabulary, (o.batch, o.context + 1))
         losses = {}
-        for name in sorted(
-            models, reverse=number % 2 == 1
-        ):  # whoever is second finds warm caches: take turns in that too
+        # The second finds warm caches: the order alternates.
+        for name in sorted(models, reverse=number % 2 == 1):
             losses[name], taken = step(models[name], optimizers[name], ids)
             seconds[name].append(taken)
         if number == 0 and abs(losses["lowtri"] - losses["plain torch"]) > 1e-3:

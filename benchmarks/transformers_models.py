@@ -24,11 +24,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from small_configs import ALSO, SMALL, first_line
+from small_configs import configs_of, first_line
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-PLACES, STEPS = 24, 8
+PLACES = 24
+STEPS = 8
 LARGEST = 30_000_000  # parameters
 
 # The class that is made for a type: from the first of these lists that has one with an attention interface.
@@ -37,15 +38,6 @@ LISTS = (
     *("TEXT_TO_WAVEFORM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION", "OBJECT_DETECTION"),
     "PRETRAINING",
 )
-
-VISION: dict[str, Any] = {
-    "image_size": 32, "patch_size": 8, "num_channels": 3, "in_channels": 3, "in_chans": 3, "depth": 2, "embed_dim": 32,
-    "num_heads": 4, "out_hidden_size": 32, "projection_dim": 32, "num_frames": 4, "temporal_patch_size": 2,
-    "num_mel_bins": 16, "max_source_positions": 24, "max_target_positions": 64, "num_query_tokens": 4, "num_queries": 4,
-    "projector_hidden_size": 32, "encoder_embed_dim": 32, "decoder_hidden_size": 32, "feature_size": 16, "mlp_dim": 64,
-    "fused_hidden_size": 32, "vision_feature_layer": -1, "vision_hidden_size": 32, "text_hidden_size": 32,
-    "encoder_hidden_size": 32, "decoder_num_hidden_layers": 2, "decoder_num_attention_heads": 4, "decoder_intermediate_size": 64,
-}  # fmt: skip
 
 
 def classes_of(kind: str) -> list[str]:
@@ -82,130 +74,6 @@ def types_of() -> dict[str, list[str]]:
     return found
 
 
-def small(config_class: Any, way: dict[str, Any]) -> Any:
-    """A config whose known sizes are small, in its parts as well; ``way`` says what is tried besides."""
-    default = config_class()
-    given = default.to_dict()
-    known = set(given) | set(getattr(config_class, "attribute_map", {}))
-    also = ALSO.get(config_class.model_type, {}) | MORE.get(config_class.model_type, {})
-    chosen: dict[str, Any] = {}
-    for name, value in {**VISION, **SMALL, **way.get("sizes", {})}.items():
-        if name not in known or name in way.get("without", ()) or name not in way.get("only", (name,)):
-            continue
-        before = given.get(name, way.get("open", False) or getattr(default, name, None) if name not in given else None)
-        if name != "pad_token_id" and before is None and not way.get("open"):
-            continue  # a size that the class leaves open, or switches off, is left so
-        chosen[name] = [value] * len(before) if isinstance(before, (list, tuple)) else value
-    for name, value in given.items():
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= 99:
-            chosen[name] = 1
-        if name in ("n_group", "topk_group"):
-            chosen[name] = 1
-        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict) and "mrope_section" in value:
-            chosen[name] = value | {"mrope_section": way.get("mrope", [2, 1, 1])}
-        if name == "rope_parameters" and config_class.model_type.startswith(MROPE):  # and is not in its defaults
-            base = value if isinstance(value, dict) else {"rope_type": "default", "rope_theta": 1e4}
-            chosen[name] = base | {"mrope_section": way.get("mrope", [2, 1, 1])}
-    chosen.update(also)
-    chosen |= {name: value for name, value in way.get("sizes", {}).items() if name in known}
-    layers = next((chosen[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in chosen), None)
-    before = next((given[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in given), None)
-    for name, value in given.items():  # one entry a layer
-        if name not in also and isinstance(value, list) and layers and len(value) == before and name not in VISION:
-            kinds = [v for i, v in enumerate(value) if v not in value[:i]] if name == "layer_types" else value
-            chosen[name] = (kinds * layers)[:layers]
-    for name in config_class.sub_configs:
-        part = getattr(default, name, None)
-        if part is not None and hasattr(part, "to_dict") and name not in also:
-            chosen[name] = small(type(part), way).to_dict()
-    return config_class(**chosen)
-
-
-# What a type needs besides what the audit's table knows, found by reading its error message.
-_RESNET = {
-    "model_type": "resnet",
-    "embedding_size": 8,
-    "hidden_sizes": [8, 8, 16, 16],
-    "depths": [1, 1, 1, 1],
-    "layer_type": "basic",
-}
-_RESNET |= {"out_features": ["stage2", "stage3", "stage4"]}
-_BACKBONE = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
-MORE: dict[str, dict[str, Any]] = {
-    "esm": {"vocab_size": 99},
-    "chameleon": {"vocabulary_map": {"<image>": 1}},
-    "emu3": {"vocabulary_map": {"<|extra_200|>": 1, "<image>": 1}},
-    "ernie4_5_vl_moe_text": {
-        "head_dim": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
-    },
-    "cohere_compass_text": {"num_hidden_layers": 4, "layer_types": None},
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
-    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8, "hidden_size": 32}},
-    "dia": {
-        "delay_pattern": [0, 1, 2],
-        "decoder_config": {"num_channels": 3, "hidden_size": 32, "num_hidden_layers": 2},
-    },
-    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-    "kimi_linear": {"num_hidden_layers": 4},
-    "sam3_lite_text_text_model": {"num_hidden_layers": 4},  # the outer ones are convolutions
-    "lw_detr": {"num_windows": 4},
-    "nemo_speechlm_audio": {"chunk_right_context": 2},
-    **{
-        kind: _BACKBONE
-        | {"backbone_config": _RESNET | ({"out_features": ["stage4"]} if kind != "deformable_detr" else {})}
-        for kind in ("detr", "conditional_detr", "deformable_detr", "table-transformer")
-    },
-}
-
-MROPE = (
-    "qwen2_vl_text",
-    "qwen2_5_vl_text",
-    "qwen2_5_omni_text",
-    "glm4v",
-    "glm46v",
-    "glm_ocr",
-    "glmga",
-    "glm_image",
-    "paddleocr",
-)
-
-SHRINK = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "depth",
-    "vocab_size",
-)
-HEADS = {"num_key_value_heads": 4, "decoder_num_key_value_heads": 4, "encoder_num_key_value_heads": 4}
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"sizes": HEADS},
-    {"without": ("head_dim",)},
-    {"sizes": HEADS | {"head_dim": 8, "num_experts_per_tok": 2}, "open": True},
-    {"sizes": {"hidden_size": 64, "head_dim": 16}, "mrope": [4, 2, 2]},
-    {"mrope": [1, 1, 0]},
-    {"sizes": {"hidden_size": 64, "head_dim": 16}, "mrope": [2, 1, 1]},
-    {
-        "sizes": HEADS,
-        "without": ("chunk_length", "chunk_size", "head_dim", "num_mel_bins", "feature_size", "in_channels"),
-    },
-    {"only": SHRINK},
-]
-
-
-def configs_of(config_class: Any) -> Iterator[Any]:
-    """The class's config made small in several ways, the smallest first; for one that cannot be made, the trouble."""
-    for way in WAYS:
-        try:
-            yield small(config_class, way)
-        except Exception as error:
-            yield error
-
-
 def parts_of(config: Any) -> list[Any]:
     """A config and all configs inside it."""
     inner = [getattr(config, name, None) for name in config.sub_configs]
@@ -225,13 +93,16 @@ def inputs_of(model: Any) -> Iterator[dict[str, Any]]:
     """Inputs that the model may take, likely ones first."""
     import torch
 
-    names, config = inspect.signature(model.forward).parameters, model.config
+    names = inspect.signature(model.forward).parameters
+    config = model.config
     ids = torch.randint(3, 90, (2, PLACES))
     later = {"decoder_input_ids": torch.randint(3, 90, (2, PLACES // 2))} if "decoder_input_ids" in names else {}
     size = first_of(config, "image_size", default=32)
-    height, width = (
-        (size, size) if isinstance(size, int) else list(size)[:2] if not isinstance(size, dict) else size.values()
-    )
+    if isinstance(size, int):
+        size = (size, size)
+    elif isinstance(size, dict):
+        size = size.values()
+    height, width = list(size)[:2]
     channels = first_of(config, "num_channels", "in_channels", "in_chans", default=3)
     pixels = torch.randn(2, channels if isinstance(channels, int) else 3, height, width)
     mel = first_of(config, "num_mel_bins", "feature_size", "num_mel_bins", "input_feat_per_channel", default=80)
@@ -314,13 +185,10 @@ def tensors_of(output: Any) -> dict[str, Any]:
     from torch.utils._pytree import tree_flatten
 
     found = {}
-    items = (
-        output.items()
-        if hasattr(output, "items")
-        else enumerate(output)
-        if isinstance(output, tuple)
-        else [("0", output)]
-    )
+    if hasattr(output, "items"):
+        items = output.items()
+    else:
+        items = enumerate(output if isinstance(output, tuple) else (output,))
     for name, value in items:
         if "past_key_values" in str(name) or "cache" in str(name):
             continue
@@ -343,7 +211,8 @@ class Asked:
     """One model, its inputs, and what eager, sdpa and lowtri answer."""
 
     def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
-        self.model, self.inputs = model, inputs
+        self.model = model
+        self.inputs = inputs
         self.checks: dict[str, str] = {}
         self.worst = 0.0
 
@@ -575,7 +444,9 @@ def verdict(checks: dict[str, str]) -> str:
     wrong = [v for v in checks.values() if v != "equal" and not v.startswith("eager does not run")]
     if any("CallError" in v or "MaskError" in v or "EngineError" in v for v in wrong):
         return "refused"
-    return "differs" if wrong else "equal" if "equal" in checks.values() else "not made"
+    if wrong:
+        return "differs"
+    return "equal" if "equal" in checks.values() else "not made"
 
 
 def limited(kind: str, classes: list[str], limit: float) -> dict[str, Any]:

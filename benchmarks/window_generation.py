@@ -4,7 +4,7 @@
     python benchmarks/window_generation.py --sinks 4 --tokens 16384 --dtype bfloat16
 
 One model in Mistral's shape with random weights; both caches are asked by the same mask and fed the same tokens, so that they
-differ in what they hold and in nothing else. They take blocks of tokens in turns, each beginning every other block, so that
+differ in what they hold and in nothing else. They take blocks of tokens interleaved, each beginning every other block, so that
 whatever else the machine does falls on both. Expect: the bytes of the ring stand still once it is full, its speed does too,
 and the speed of the other falls with the length wherever reading keys takes a share of the time that is worth speaking of.
 """
@@ -52,7 +52,8 @@ def main() -> None:
         mask=mask,
     )
     model = Decoder(config).eval().to(getattr(torch, given.dtype))
-    ring, everything = model.make_cache(given.batch), KVCache("causal")
+    ring = model.make_cache(given.batch)
+    everything = KVCache("causal")
     everything.mask = model.mask  # attention asks this mask; what is dropped was settled by the other
     tokens = torch.randint(config.vocab_size, (given.batch, given.tokens))
 
@@ -64,7 +65,9 @@ def main() -> None:
     print("| tokens so far | ring: tokens/s | all keys: tokens/s | ratio | ring: KiB | all keys: KiB | dropped |")
     print("|--:|--:|--:|--:|--:|--:|--:|")
 
-    block, off, largest = 64, 0.0, 0.0
+    block = 64
+    off = 0.0
+    largest = 0.0
     seconds = {"ring": 0.0, "all": 0.0}
     line = max(given.tokens // given.rows // block, 1) * block
     with torch.inference_mode():

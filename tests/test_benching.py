@@ -32,6 +32,7 @@ from lowtri.benching import (
 )
 from lowtri.cli.main import main
 from lowtri.errors import UndecidedError
+from lowtri.integrations import measured
 from lowtri.kernels import library
 from lowtri.kernels.target import ISA
 
@@ -45,11 +46,15 @@ TINY = [
 ]
 
 
+LIBRARIES = ["torch.nn.functional.scaled_dot_product_attention", "torch.nn.MultiheadAttention", "transformers"]
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit that takes a moment, and no more rounds than asked for."""
     monkeypatch.setattr(benching, "multiply", partial(benching.multiply, repeats=10))
     monkeypatch.setattr(benching, "in_turns", partial(in_turns, seconds=0))
+    monkeypatch.setattr(measured, "_TURNS", 2)
 
 
 # Calls.
@@ -262,11 +267,25 @@ def test_bench_from_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(benching, "CALLS", [SMALL])
     assert main(["bench", "--json"]) == 0
     out, err = capsys.readouterr()
-    (row,) = json.loads(out)["rows"]
+    (row,), libraries = (json.loads(out)[name] for name in ("rows", "libraries"))
+    assert [one["library"] for one in libraries] == LIBRARIES and all(one["own"] > 0 for one in libraries)
     assert row["case"] == SMALL.name and set(row["figures"]) == {OURS, SDPA}
     assert f"1/1  {SMALL.name}" in err
     assert main(["bench"]) == 0
-    assert SMALL.name in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert SMALL.name in out and all(library in out for library in LIBRARIES)
+
+
+def test_a_library_whose_output_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = measured.Compared("a library", "a call", lambda: torch.ones(3), lambda: torch.full((3,), 1.5))
+    monkeypatch.setattr(measured, "_compared", lambda: iter([wrong]))
+    with pytest.raises(UndecidedError, match="a library: outputs on lowtri and on its own attention differ by"):
+        list(measured.measure_libraries())
+
+
+def test_only_installed_libraries_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "is_installed", lambda name: name != "transformers")
+    assert [compared.library for compared in measured._compared()] == LIBRARIES[:2]
 
 
 def test_outputs_that_differ_exit_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,11 +30,12 @@ assert np.allclose(output, lowtri.attention(q, k, v, "causal & window(8)", engin
 lowtri.attention(*(x.astype(np.float16) for x in (q, k, v)), "causal")
 x = np.zeros((8, 512, 4))
 assert lowtri.attention(x, x, x, "causal", return_weights=True)[1].shape == (8, 512, 512)
-try:
-    lowtri.attention(q, k, v, "causal", dropout=0.1)
-    raise SystemExit("dropout needs torch")
-except lowtri.ExtraError as error:
-    assert "attention: this call needs torch" in str(error), error
+dropped = []
+for engine in ("auto", "reference"):
+    np.random.seed(1)
+    dropped.append(lowtri.attention(q, k, v, "causal", dropout=0.1, engine=engine))
+assert np.allclose(*dropped) and not np.allclose(dropped[0], lowtri.attention(q, k, v, "causal"))
+assert lowtri.attention(q, k, v, "causal", return_received=True)[1].shape == (2, 4, 64)
 try:
     lowtri.parallel.ContextParallel
     raise SystemExit("ContextParallel needs torch")

@@ -184,7 +184,7 @@ def test_the_command_line_names_the_folder_for_temporary_files(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_get_default_tempdir", a_missing_folder)
-    monkeypatch.setattr("lowtri.masks.picture.picture_size", lambda *_: tempfile.mkdtemp())
+    monkeypatch.setattr("lowtri.pictures.masks.picture_size", lambda *_: tempfile.mkdtemp())
     assert main(["mask", "causal"]) == 2
     assert capsys.readouterr().err == (
         "lowtri: the result, or a file, cannot be written: no folder for temporary files can be written. "

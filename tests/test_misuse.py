@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import lowtri
 from lowtri.errors import LowtriError
+from lowtri.integrations.flash_attn import flash_attn_func
+from lowtri.integrations.flex import flex_attention
+from lowtri.integrations.torch import switch
 
 X, T = np.eye(3), torch.eye(4)
 SELF, MULTI = lowtri.nn.MaskedSelfAttention(4), lowtri.nn.MultiHeadAttention(4, 2)
+
+
+TWO, META, F = np.array([1, 0]), torch.zeros(3, dtype=torch.int64, device="meta"), torch.zeros(1, 2, 4, 8)
+IDS, MODEL = torch.arange(6)[None], nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+TORCHS = switch(nn.MultiheadAttention(8, 2))
 
 
 def _logits(ids: Any) -> Any:
@@ -31,17 +42,77 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "additive: dtype": (lambda: lowtri.causal().additive(2, dtype=T), "(?s)additive: dtype is .*NumPy dtypes"),
     "attention: weights": (lambda: lowtri.attention(X, X, X, "causal", return_weights=2.5), "return_weights is 2.5"),
     "attention: lse": (lambda: lowtri.attention(X, X, X, "causal", return_lse="yes"), "return_lse is 'yes'; expected"),
+    "attention: three": (
+        lambda: lowtri.attention(X, X, X, "causal", return_weights=3),
+        "return_weights is 3; expected",
+    ),
+    "attention: engines": (
+        lambda: lowtri.attention(X, X, X, "causal", engine=TWO),
+        r"engine is array\(\[.*expected a name",
+    ),
+    "attention: engine": (lambda: lowtri.attention(X, X, X, "causal", engine=np.array("cpu")), "engine is array"),
+    "which_engine": (lambda: lowtri.which_engine(X, X, X, "causal", engine=TWO), r"engine is array\(\["),
+    "cache: engine": (lambda: lowtri.KVCache("causal").attend(T, T, T, engine=TWO), r"engine is array\(\["),
+    "cache: missing": (
+        lambda: lowtri.KVCache("causal", allow_missing=TWO),
+        r"KVCache: allow_missing is array\(\[.*expected",
+    ),
+    "cache: append": (
+        lambda: lowtri.KVCache("causal").append(np.array(1.0), np.array(1.0)),
+        r"append: keys \(\) float64",
+    ),
+    "cache: append tensors": (lambda: lowtri.KVCache("causal").append(T[0, 0], T[0, 0]), r"append: keys \(\) float32"),
+    "cache: attend": (lambda: lowtri.KVCache("causal").attend(T, T[0, 0], T), r"attend: queries \(4, 4\).*keys \(\)"),
+    "cache: number": (lambda: lowtri.KVCache("causal").append(np.float32(1), X), "append: k is float32, but it takes"),
+    "switch: engine": (lambda: switch(nn.MultiheadAttention(4, 2), engine=TWO), r"no engine array\(\["),
+    "sdpa: is_causal": (
+        lambda: lowtri.scaled_dot_product_attention(T, T, T, is_causal=TWO),
+        r"scaled_dot_product_attention: is_causal is array\(\[.*expected True or False",
+    ),
+    "sdpa: enable_gqa": (
+        lambda: lowtri.scaled_dot_product_attention(T, T, T, enable_gqa=torch.tensor([1, 0])),
+        r"enable_gqa is tensor\(\[1, 0\]\); expected True or False",
+    ),
+    "flex: enable_gqa": (lambda: flex_attention(F, F, F, enable_gqa=TWO), r"flex_attention: enable_gqa is array\(\["),
+    "flex: return_lse": (
+        lambda: flex_attention(F, F, F, return_lse="x"),
+        "flex_attention: return_lse is 'x'; expected",
+    ),
+    "flash: causal": (lambda: flash_attn_func(F, F, F, causal=TWO), r"causal is .*array"),
+    "torch: is_causal": (
+        lambda: TORCHS(F[0], F[0], F[0], attn_mask=T > 0, is_causal=TWO),
+        r"nn.MultiheadAttention: is_causal is array\(\[",
+    ),
+    "torch: need_weights": (lambda: TORCHS(F[0], F[0], F[0], need_weights=TWO), r"need_weights is array\(\["),
+    "torch: average": (lambda: TORCHS(F[0], F[0], F[0], average_attn_weights=2), "average_attn_weights is 2; expected"),
     "merge: scalars": (lambda: lowtri.merge([np.float64(3)], [np.float64(3)]), "merge: got float64"),
     "merge: texts": (lambda: lowtri.merge([np.array(["x"])], [np.array("x")]), "merge: got <U1"),
     "sdpa": (lambda: lowtri.scaled_dot_product_attention(np.float32, T, T), "query is"),
     "sdpa: mask": (lambda: lowtri.scaled_dot_product_attention(T, T, T, np.float32), "attn_mask is type"),
     "shift": (lambda: lowtri.KVCache("causal").shift(None), "shift: keep is None; it counts"),
     "next_positions": (lambda: lowtri.KVCache("causal").next_positions(None), "n is None; it counts tokens"),
+    "generate: model": (lambda: lowtri.generate(3, [1], 1), r"generate: model is 3. Fix: a model, or a function"),
+    "generate: no model": (lambda: lowtri.generate(None, [1], 1), "generate: model is None. Fix"),
+    "generate: a tensor": (lambda: lowtri.generate(T, [1], 1), r"(?s)generate: model is tensor.*Fix"),
+    "generate: cached": (lambda: lowtri.generate(_logits, [1], 1, cached=TWO), r"generate: cached is array\(\["),
     "generate: tokens": (lambda: list(lowtri.generate(_logits, [1], max_new_tokens="x")), "max_new_tokens is 'x'"),
     "generate: stop": (
         lambda: list(lowtri.generate(_logits, [1], max_new_tokens=1, stop=2.5)),
         "stop is 2.5; expected",
     ),
+    "explain: hidden": (
+        lambda: lowtri.explain(SELF, T, hidden=None),
+        "explain: hidden is None; expected a number. Fix",
+    ),
+    "explain: hidden scores": (
+        lambda: lowtri.explain(SELF, T, hidden=[-1e9]),
+        r"hidden is \[-1000000000.0\]; expected",
+    ),
+    "explain: hidden meta": (
+        lambda: lowtri.explain((T, T, T), mask="causal", hidden=torch.zeros((), device="meta")),
+        "explain: hidden is tensor.*expected a number",
+    ),
+    "explain: hidden NaN": (lambda: lowtri.explain(SELF, T, hidden=math.nan), "hidden is nan; expected a number"),
     "explain: labels": (lambda: lowtri.explain(SELF, T, tokens=3), "explain: tokens is 3; expected one label"),
     "explain: heads": (lambda: lowtri.explain(SELF, T, heads=None), "explain: heads is None; expected a whole"),
     "explain: head": (lambda: lowtri.explain(SELF, T, head="x"), "explain: there is no head 'x'"),
@@ -54,6 +125,56 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "multi-head: size": (lambda: lowtri.nn.MultiHeadAttention(None, 2), "d_model is None; expected a whole number"),
     "multi-head: heads": (lambda: lowtri.nn.MultiHeadAttention(8, "2"), "num_heads is '2'; expected a whole number"),
     "multi-head: head_dim": (lambda: lowtri.nn.MultiHeadAttention(8, 2, head_dim=2.5), "head_dim is 2.5; expected"),
+    "multi-head: attend": (lambda: MULTI(T, attend=3), "MultiHeadAttention: attend is 3; expected a function. Fix"),
+    "multi-head: bias": (
+        lambda: lowtri.nn.MultiHeadAttention(4, 2, bias="yes"),
+        "bias is 'yes'; expected True or False",
+    ),
+    "multi-head: biases": (lambda: lowtri.nn.MultiHeadAttention(4, 2, bias=TWO), r"bias is array\(\[.*expected True"),
+    "multi-head: out_bias": (lambda: lowtri.nn.MultiHeadAttention(4, 2, out_bias=2.5), "out_bias is 2.5; expected"),
+    "multi-head: weights": (lambda: MULTI(T, return_weights=3), "MultiHeadAttention: return_weights is 3; expected"),
+    "self-attention: weights": (lambda: SELF(T, return_weights=TWO), r"MaskedSelfAttention: return_weights is array"),
+    "mask: meta": (lambda: lowtri.causal()(META, META), r"mask: a position is tensor.*cannot be read(.|\n)*Fix: ints"),
+    "mask: sparse": (lambda: lowtri.causal()(T.to_sparse(), 0), r"mask: a position is tensor(.|\n)*cannot be read"),
+    "mask: ragged": (
+        lambda: lowtri.causal()([[1], [1, 2]], 0),
+        r"mask: a position is \[\[1\], \[1, 2\]\], whose numbers",
+    ),
+    "tile: meta": (lambda: lowtri.causal().tile(META, META, 0, 3), r"tile: an edge is tensor.*cannot be read"),
+    "tile: one meta": (lambda: lowtri.causal().tile(META[0], 3, 0, 3), r"tile: an edge is tensor"),
+    "where: tensor": (
+        lambda: lowtri.where(lambda q, k: k <= torch.tensor([0, 1])).dense(2),
+        r"where: the formula mixes NumPy's arrays.*torch tensor(.|\n)*Fix: tensor.numpy\(\)",
+    ),
+    "where: a pair": (
+        lambda: lowtri.attention(X, X, X, lowtri.where(lambda q, k: np.arange(9)[q] >= torch.arange(9)[k])),
+        "where: the formula mixes NumPy's arrays",
+    ),
+    **{
+        f"{name}: {what}": (partial(function, MODEL, example, **options), words)
+        for name, function in (("audit", lowtri.audit), ("infer_mask", lowtri.infer_mask))
+        for what, example, options, words in (
+            ("sparse", T.to_sparse(), {}, r"audit: example is a torch.sparse_coo tensor(.|\n)*Fix: example.to_dense"),
+            (
+                "dates",
+                np.array(["2020-01-01", "2020-01-02"], "M8[D]"),
+                {},
+                r"audit: example holds datetime64\[D\] \(2,\)",
+            ),
+            ("texts", np.array(["a", "b"]), {}, "audit: example holds <U1"),
+            (
+                "vocab_size",
+                IDS,
+                {"vocab_size": 2**62},
+                "vocab_size=4611686018427387904, expected a whole number between 2",
+            ),
+            ("vocab_sizes", IDS, {"vocab_size": TWO}, r"vocab_size=array\(\[.*expected a whole number"),
+            ("no input", IDS, {"input": []}, r"audit: input=\[\]; expected the name or number of an entry(.|\n)*Fix"),
+            ("empty input", IDS, {"input": ()}, r"audit: input=\(\); expected the name"),
+            ("input", IDS, {"input": TWO}, r"audit: input=array\(\[.*expected the name"),
+            ("axes", IDS, {"batch_axis": TWO}, "audit: batch_axis=array"),
+        )
+    },
     "sinusoidal": (lambda: lowtri.nn.sinusoidal(3, 2.5), "sinusoidal: n is 3 and d is 2.5; expected whole numbers"),
     "verify: signature": (lambda: lowtri.verify(min, signature=[1]), r"verify: signature=\[1\]; expected"),
     "verify: dtypes": (lambda: lowtri.verify(min, dtypes=3), "verify: dtypes=3; expected"),
@@ -77,3 +198,15 @@ def test_numbers_of_numpy_are_taken() -> None:
     assert lowtri.nn.sinusoidal(np.int64(3), np.int64(2)).shape == (3, 2)
     assert lowtri.nn.MultiHeadAttention(np.int64(8), np.int64(2)).head_dim == 4
     assert list(lowtri.generate(_logits, [1], max_new_tokens=np.int64(2), stop=np.int64(0))) in ([], [0])
+
+
+def test_numpys_own_switches_are_taken() -> None:
+    yes, no = np.True_, np.False_
+    assert len(lowtri.attention(X, X, X, "causal", return_weights=yes, return_lse=1)) == 3
+    assert torch.equal(
+        lowtri.scaled_dot_product_attention(T, T, T, is_causal=yes, enable_gqa=no),
+        lowtri.scaled_dot_product_attention(T, T, T, is_causal=True),
+    )
+    assert lowtri.nn.MultiHeadAttention(4, 2, bias=no, out_bias=yes).o_proj.bias is not None
+    assert TORCHS(F[0], F[0], F[0], need_weights=no)[1] is None
+    assert lowtri.attention(X, X, X, "causal", return_lse=None).shape == (3, 3)

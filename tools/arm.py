@@ -112,9 +112,8 @@ class Job(NamedTuple):
 
 # The longest first: each runs on one core, and none is left running alone at the end.
 JOBS = (
-    Job(
-        "dispatch", ("tests/dispatch", "--ignore=tests/dispatch/test_onnx_operator.py")
-    ),  # onnx is not among the wheels
+    # onnx is not among the wheels.
+    Job("dispatch", ("tests/dispatch", "--ignore=tests/dispatch/test_onnx_operator.py")),
     Job("generation", ("tests/generation",)),
     Job("contract", ("tests/kernels/contract_cases.py",)),
     Job("kernels", ("tests/kernels", *(f"--ignore={name}" for name in PROCESSES))),
@@ -160,7 +159,8 @@ def packages(suite: str, architecture: str) -> dict[str, dict[str, str]]:
 
 def with_dependencies(names: Iterable[str], known: dict[str, dict[str, str]]) -> list[str]:
     """The packages, and those that they depend on; the first of alternatives."""
-    pending, chosen = list(names), []
+    pending = list(names)
+    chosen = []
     while pending:
         name = pending.pop()
         if name in chosen or name not in known:  # a name that several packages provide: none that libraries need
@@ -179,13 +179,13 @@ def unpack(name: str, suite: str, architecture: str, target: Path) -> None:
         fail(f"the package {name} is not the one that its index names. Fix: run it again.")
     offset = 8  # an ar archive: members with a header of 60 bytes, at even offsets
     while offset < len(archive):
-        member, size = archive[offset : offset + 16].decode().strip(" /"), int(archive[offset + 48 : offset + 58])
+        member = archive[offset : offset + 16].decode().strip(" /")
+        size = int(archive[offset + 48 : offset + 58])
         if member.startswith("data.tar"):
             with tarfile.open(fileobj=io.BytesIO(archive[offset + 60 : offset + 60 + size])) as files:
                 for file in files:
-                    if file.issym() and file.linkname.startswith(
-                        "/"
-                    ):  # else the link would lead into this machine's files
+                    # Else the link would lead into this machine's files.
+                    if file.issym() and file.linkname.startswith("/"):
                         folder = Path("/", file.name).parent
                         file.linkname = os.path.relpath(file.linkname, folder)
                     files.extract(file, target, filter="tar")
@@ -223,7 +223,8 @@ def qemu(root: Path) -> Path:
 
 def wheels(root: Path) -> Path:
     """The packages of tools/arm_requirements.txt, unpacked by this machine's pip."""
-    target, wanted = root / "packages", REQUIREMENTS.read_text()
+    target = root / "packages"
+    wanted = REQUIREMENTS.read_text()
     stamp = target / "installed.txt"
     if not stamp.exists() or stamp.read_text() != wanted:
         say("wheels for aarch64, some 200 MB: a minute or two")
@@ -277,7 +278,8 @@ def sources() -> list[str]:
 
 def copy_sources(target: Path) -> str:
     """A copy of the checkout, which has kernels of its own; returns a hash of it."""
-    digest, names = hashlib.sha256(), sources()
+    digest = hashlib.sha256()
+    names = sources()
     for name in names:
         content = (ROOT / name).read_bytes()
         if name.startswith(("src/", "tests/", "conftest.py", "pyproject.toml")):
@@ -293,8 +295,17 @@ def copy_sources(target: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def prepare(cpu: Cpu, root: Path) -> tuple[list[str], Path, dict[str, str], str]:
-    """The interpreter's command, its folder, its environment, and a hash of the sources."""
+class Machine(NamedTuple):
+    """Where jobs run."""
+
+    python: list[str]  # the interpreter's command
+    folder: Path
+    environment: dict[str, str]
+    digest: str  # of the sources; empty where none are copied
+
+
+def prepare(cpu: Cpu, root: Path) -> Machine:
+    """A CPU that is emulated."""
     folder = root / cpu.name
     checkout = folder / "checkout"
     checkout.mkdir(parents=True, exist_ok=True)
@@ -319,12 +330,12 @@ def prepare(cpu: Cpu, root: Path) -> tuple[list[str], Path, dict[str, str], str]
         "PYTHONPATH": "src:tests:tests/support:tools",
         "TEST_SLOWNESS": "20",
     }
-    return [str(interpreter(folder, cpu, root))], checkout, environment, digest
+    return Machine([str(interpreter(folder, cpu, root))], checkout, environment, digest)
 
 
-def native_machine() -> tuple[list[str], Path, dict[str, str], str]:
-    """The same for this machine itself."""
-    return [sys.executable], ROOT, {**os.environ, "OMP_NUM_THREADS": "1"}, ""
+def native_machine() -> Machine:
+    """This machine itself."""
+    return Machine([sys.executable], ROOT, {**os.environ, "OMP_NUM_THREADS": "1"}, "")
 
 
 WHEEL = """
@@ -357,13 +368,12 @@ def use_wheel(wheel: Path, root: Path) -> None:
         fail(f"{wheel.name} cannot be used on aarch64; the reason is above.")
 
 
-def run_job(
-    job: Job, python: list[str], folder: Path, environment: dict[str, str], log: Path, sample: tuple[str, ...]
-) -> dict[str, Any]:
+def run_job(job: Job, machine: Machine, log: Path, sample: tuple[str, ...]) -> dict[str, Any]:
     """Run a job; its output goes to a file, and a line about it to stderr every 20 seconds. ``sample``: options that select cases."""
-    start, results = time.monotonic(), log.with_suffix(".xml")
+    start = time.monotonic()
+    results = log.with_suffix(".xml")
     results.unlink(missing_ok=True)
-    command = [*python, *job.python]
+    command = [*machine.python, *job.python]
     if job.pytest:
         # A test that takes minutes prints the stack of every thread: it may hang.
         command += ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "faulthandler_timeout=600"]
@@ -376,7 +386,12 @@ def run_job(
         command += ["-p", "sampled", *sample] if sample else []
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=machine.folder,
+            env=machine.environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         ended: tuple[int, int, Any] = (0, 0, None)
         told = start
@@ -415,10 +430,10 @@ def run_job(
     }
 
 
-def isa_of(python: list[str], folder: Path, environment: dict[str, str]) -> str:
-    command = [*python, "-c", "from lowtri.kernels.target import ISA; print(ISA.name)"]
-    environment = {**environment, "PYTHONPATH": str(folder / "src")}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+def isa_of(machine: Machine) -> str:
+    command = [*machine.python, "-c", "from lowtri.kernels.target import ISA; print(ISA.name)"]
+    environment = {**machine.environment, "PYTHONPATH": str(machine.folder / "src")}
+    done = subprocess.run(command, cwd=machine.folder, env=environment, capture_output=True, text=True)
     return done.stdout.strip() or done.stderr.strip()[-500:]
 
 
@@ -439,10 +454,10 @@ def run_all(cpus: list[Cpu], jobs: list[Job], root: Path, workers: int, amount: 
     pending: list[tuple[str, str, Job, Path, Callable[[], dict[str, Any]]]] = []
     for cpu in cpus[-1:] if is_arm else cpus:
         name = "this machine" if is_arm else cpu.name
-        python, folder, environment, digest = native_machine() if is_arm else prepare(cpu, root)
+        machine = native_machine() if is_arm else prepare(cpu, root)
         logs = root / name.replace(" ", "-") / "results"
         logs.mkdir(parents=True, exist_ok=True)
-        isa = isa_of(python, folder, environment)
+        isa = isa_of(machine)
         if not is_arm and isa != cpu.isa:
             fail(f"{cpu.name}: the instruction set is {isa} instead of {cpu.isa}")
         sample: tuple[str, ...] = () if is_arm or amount == "whole" else ("--salt", cpu.name)
@@ -450,8 +465,8 @@ def run_all(cpus: list[Cpu], jobs: list[Job], root: Path, workers: int, amount: 
 
         for job in jobs if is_arm else [job for job in jobs if not cpu.jobs or job.name in cpu.jobs]:
             log = logs / f"{job.name}.txt"
-            work = partial(run_job, job, python, folder, environment, log, sample)
-            sources = f"{digest} {amount}" if digest else ""
+            work = partial(run_job, job, machine, log, sample)
+            sources = f"{machine.digest} {amount}" if machine.digest else ""
             pending.append((name, isa, job, log, partial(unless_passed, work, log.with_suffix(".json"), sources)))
     start = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
@@ -491,7 +506,9 @@ def main() -> None:
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
     root = options.root.resolve()
-    amount = "whole" if options.whole else "quick" if options.quick else "a sample"
+    amount = "quick" if options.quick else "a sample"
+    if options.whole:
+        amount = "whole"
     cpus = [cpu for cpu in CPUS if cpu.name in options.cpus.split(",")]
     jobs = [job for job in JOBS if job.name in options.jobs.split(",")]
     if not cpus or not jobs:
@@ -504,8 +521,9 @@ def main() -> None:
         use_wheel(options.wheel, root)
         return
     if options.python:
-        python, folder, environment, _ = prepare(next(cpu for cpu in CPUS if cpu.name == options.python), root)
-        sys.exit(subprocess.run([*python, *options.arguments], cwd=folder, env=environment).returncode)
+        machine = prepare(next(cpu for cpu in CPUS if cpu.name == options.python), root)
+        command = [*machine.python, *options.arguments]
+        sys.exit(subprocess.run(command, cwd=machine.folder, env=machine.environment).returncode)
     sys.exit(not run_all(cpus, jobs, root, options.workers, amount))
 
 

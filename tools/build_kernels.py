@@ -104,18 +104,21 @@ def object_of(job: Job, system: str, native: Baseline, cpu: str = "") -> bytes:
 
 def probe(triple: str, cpu: str) -> bytes:
     """lowtri_cpuid(leaf, subleaf, words) and lowtri_xgetbv(), for x86-64."""
-    i32, i64 = ir.IntType(32), ir.IntType(64)
+    i32 = ir.IntType(32)
+    i64 = ir.IntType(64)
     module = ir.Module("cpu")
     module.triple = triple
     ask = ir.Function(module, ir.FunctionType(ir.VoidType(), [i32, i32, i32.as_pointer()]), "lowtri_cpuid")
-    b, kind = ir.IRBuilder(ask.append_basic_block()), ir.LiteralStructType([i32] * 4)
+    b = ir.IRBuilder(ask.append_basic_block())
+    kind = ir.LiteralStructType([i32] * 4)
     registers = "={ax},={bx},={cx},={dx},{ax},{cx}"
     words = b.asm(ir.FunctionType(kind, [i32, i32]), "cpuid", registers, ask.args[:2], True)
     for n in range(4):
         b.store(b.extract_value(words, n), b.gep(ask.args[2], [ir.Constant(i64, n)]))
     b.ret_void()
     saved = ir.Function(module, ir.FunctionType(i32, []), "lowtri_xgetbv")
-    b, pair = ir.IRBuilder(saved.append_basic_block()), ir.LiteralStructType([i32, i32])
+    b = ir.IRBuilder(saved.append_basic_block())
+    pair = ir.LiteralStructType([i32, i32])
     halves = b.asm(ir.FunctionType(pair, [i32]), "xgetbv", "={ax},={dx},{cx}", [ir.Constant(i32, 0)], True)
     b.ret(b.extract_value(halves, 0))
     parsed = llvm.parse_assembly(str(module))
@@ -159,10 +162,13 @@ def use_target(triple: str, name: str, features: str) -> None:
     """Compile for this system and CPU from now on, by LLVM's names: x86_64-unknown-linux-gnu, x86-64-v3, "+avx2,+fma"."""
 
     def init(self, module):  # type: ignore[no-untyped-def]
-        self._tm, self._engine = machine_of(triple, name, features), NoEngine()
-        self._tm_features, self._target_data = features, self._tm.target_data
+        self._tm = machine_of(triple, name, features)
+        self._engine = NoEngine()
+        self._tm_features = features
+        self._target_data = self._tm.target_data
         self._data_layout = str(self._target_data)
-        self._loopvect, self._opt_level = False, 0  # as Numba sets them
+        self._loopvect = False  # these two as Numba sets them
+        self._opt_level = 0
 
     def empty(self, name):  # type: ignore[no-untyped-def]
         module = ir.Module(cgutils.normalize_ir_text(name))
@@ -171,7 +177,8 @@ def use_target(triple: str, name: str, features: str) -> None:
             module.data_layout = self._data_layout
         return module
 
-    codegen.CPUCodegen._init, codegen.CPUCodegen._create_empty_module = init, empty
+    codegen.CPUCodegen._init = init
+    codegen.CPUCodegen._create_empty_module = empty
     codegen.JITCPUCodegen.set_env = lambda self, name, env: None
     codegen.JITCodeLibrary.get_pointer_to_function = lambda self, name: 1
     codegen.JITCodeLibrary._finalize_specific = lambda self: None
@@ -226,12 +233,14 @@ def object_file(function, signature, name: str) -> bytes:  # type: ignore[no-unt
         library = callback._compile_uncached().library
         library._ensure_finalized()
     start = next(f.name for f in library.get_defined_functions() if f.name.startswith("cfunc."))
-    module, machine = library._final_module, library._codegen._tm
+    module = library._final_module
+    machine = library._codegen._tm
     for f in [f for f in module.functions if not f.is_declaration]:
         if f.name == start:
             f.name = name
         else:  # the entry is the only caller
-            f.linkage, f.name = "internal", f"{name}.{readable(f.name)}"
+            f.linkage = "internal"
+            f.name = f"{name}.{readable(f.name)}"
     for variable in module.global_variables:
         if not variable.is_declaration and variable.linkage != llvm.Linkage.private:
             variable.linkage = "internal"
@@ -263,7 +272,9 @@ def statuses(text: str) -> set[str]:
     What a call returned is returned as it is, and checked in the function that was called.
     """
     definitions: dict[str, str] = dict(re.findall(r"^  (%\S+) = (.*)$", text, re.M))
-    pending, seen, constants = set(re.findall(r"^  ret i32 (\S+)$", text, re.M)), set(), set()
+    pending = set(re.findall(r"^  ret i32 (\S+)$", text, re.M))
+    seen = set()
+    constants = set()
     while pending:
         value = pending.pop()
         seen.add(value)
@@ -326,9 +337,9 @@ def native():  # type: ignore[no-untyped-def]
 
 def compile_one(work):  # type: ignore[no-untyped-def]
     """In a process of its own: the object file of a job, and the CPU seconds that it took."""
-    job, system, host, cpu, file = work
+    job, target, file = work
     start = time.process_time()
-    Path(file).write_bytes(object_of(job, system, host, cpu))
+    Path(file).write_bytes(object_of(job, *target))
     return job.symbol, time.process_time() - start
 
 
@@ -343,7 +354,8 @@ def progress(line: str) -> None:
 
 def compile_all(jobs, system, host, cpu, folder, workers):  # type: ignore[no-untyped-def]
     """The object files of all jobs, in their order."""
-    work = [(job, system, host, cpu, str(folder / f"{job.symbol}.o")) for job in jobs]
+    target = (system, host, cpu)
+    work = [(job, target, str(folder / f"{job.symbol}.o")) for job in jobs]
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with multiprocessing.get_context(method).Pool(workers, maxtasksperchild=1) as pool:
         for done, (symbol, seconds) in enumerate(pool.imap_unordered(compile_one, work), 1):
@@ -353,7 +365,8 @@ def compile_all(jobs, system, host, cpu, folder, workers):  # type: ignore[no-un
 
 def build(isas: str, platform_name: str, cpu: str, workers: int, by: str, target: Path) -> None:
     """The library and its index in the folder ``target``; ``cpu`` replaces the CPU that the compiler assumes, if it is not empty."""
-    host, (system, architecture) = native(), platform_name.split("-")
+    host = native()
+    system, architecture = platform_name.split("-")
     built = [isa for isa in ALL if isa.cpu != "native" and isa.architecture == architecture]
     if isas == "native":
         built = host
@@ -412,12 +425,14 @@ def build_one(symbol: str, target: Path, by: str) -> None:
     if symbol.endswith("amx_emulated"):
         sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "kernels")]
         import_module("amx_operations")
-    host, system = native(), SYSTEMS[sys.platform]
+    host = native()
+    system = SYSTEMS[sys.platform]
     every = import_module("lowtri.kernels.isa").ALL  # with those that tests add
     jobs = {job.symbol: job for isa in every for job in jobs_of(isa, with_disabled=True)}
     jobs[PROBE] = Job(PROBE, host[-1])
     with tempfile.TemporaryDirectory(prefix="lowtri") as folder:
-        file, library = Path(folder) / "kernel.o", Path(folder) / target.name
+        file = Path(folder) / "kernel.o"
+        library = Path(folder) / target.name
         file.write_bytes(object_of(jobs[symbol], system, host[0]))
         link([file], library, system, host[0].architecture, by)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,8 @@ def values(item: pytest.Item) -> set[tuple[str, int]]:
 def cover(cases: Iterable[pytest.Item], salt: str, most: int = 0) -> list[pytest.Item]:
     """Cases that contain every value of every parameter, at most ``most``: always the one with the most that are missing."""
     left = sorted(cases, key=lambda case: sha256(f"{salt} {case.nodeid}".encode()).digest())
-    missing, chosen = set().union(*map(values, left)), []
+    missing = set().union(*map(values, left))
+    chosen = []
     while left and (missing or not chosen) and not (most and len(chosen) == most):
         best = max(left, key=lambda case: len(missing & values(case)))
         missing -= values(best)
@@ -47,7 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    salt, most = config.getoption("--salt"), config.getoption("--cases")
+    salt = config.getoption("--salt")
+    most = config.getoption("--cases")
     kept = {case.nodeid for cases in tests.values() for case in cover(cases, salt, most)}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]

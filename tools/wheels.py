@@ -44,14 +44,21 @@ def _text(content: bytes, start: int) -> str:
     return content[start : content.index(b"\0", start)].decode()
 
 
+def _number(kind: str, content: bytes, start: int) -> int:
+    return int(struct.unpack_from(kind, content, start)[0])
+
+
 def _elf(content: bytes) -> tuple[str, set[str]]:
     """The global symbols that are defined, of the dynamic table or an object's own. Source: System V ABI, chapter 4."""
-    machine, first, size, count = *struct.unpack_from("<H", content, 18), *struct.unpack_from("<Q10xHH", content, 40)
+    machine = _number("<H", content, 18)
+    first, size, count = struct.unpack_from("<Q10xHH", content, 40)
     sections = [struct.unpack_from("<IIQQQQIIQQ", content, first + size * n) for n in range(count)]
-    dynamic, table = 11, 2
+    dynamic = 11
+    table = 2
     kinds = {section[1] for section in sections}
     symbols = next(section for section in sections if section[1] == (dynamic if dynamic in kinds else table))
-    names, exported = sections[symbols[6]][4], set()
+    names = sections[symbols[6]][4]
+    exported = set()
     for offset in range(symbols[4], symbols[4] + symbols[5], 24):
         name, info, _, section = struct.unpack_from("<IBBH", content, offset)
         if info >> 4 == 1 and info & 15 == 2 and section:  # a global function that is not undefined
@@ -61,7 +68,9 @@ def _elf(content: bytes) -> tuple[str, set[str]]:
 
 def _mach_o(content: bytes) -> tuple[str, set[str]]:
     """The external symbols that a section defines. Source: Apple, mach-o/loader.h and nlist.h."""
-    machine, commands, offset, exported = *struct.unpack_from("<I8xI", content, 4), 32, set()
+    machine, commands = struct.unpack_from("<I8xI", content, 4)
+    offset = 32
+    exported = set()
     for _ in range(commands):
         command, size = struct.unpack_from("<II", content, offset)
         if command == 2:  # LC_SYMTAB
@@ -79,10 +88,13 @@ def _coff(content: bytes, header: int) -> tuple[str, set[str]]:
     machine, _, _, symbols, count = struct.unpack_from("<HHIII", content, header)
     if machine not in PE_MACHINES:
         raise ValueError("neither ELF, Mach-O nor PE")
-    names, exported, n = symbols + 18 * count, set(), 0
+    names = symbols + 18 * count
+    exported = set()
+    n = 0
     while n < count:
         place = symbols + 18 * n
-        zeros, start, _, section, _, storage, auxiliary = struct.unpack_from("<IIIhHBB", content, place)
+        zeros, start = struct.unpack_from("<II", content, place)
+        section, storage, auxiliary = struct.unpack_from("<h2xBB", content, place + 12)
         if storage == 2 and section > 0:
             exported.add(content[place : place + 8].rstrip(b"\0").decode() if zeros else _text(content, names + start))
         n += 1 + auxiliary
@@ -91,9 +103,10 @@ def _coff(content: bytes, header: int) -> tuple[str, set[str]]:
 
 def _pe(content: bytes) -> tuple[str, set[str]]:
     """The names in the export directory of a DLL."""
-    header = struct.unpack_from("<I", content, 60)[0] + 4
-    machine, sections, optional = *struct.unpack_from("<HH", content, header), header + 20
-    table = optional + struct.unpack_from("<H", content, header + 16)[0]
+    header = _number("<I", content, 60) + 4
+    machine, sections = struct.unpack_from("<HH", content, header)
+    optional = header + 20
+    table = optional + _number("<H", content, header + 16)
     parts = [struct.unpack_from("<8xIIII", content, table + 40 * n) for n in range(sections)]
 
     def at(address: int) -> int:
@@ -103,11 +116,11 @@ def _pe(content: bytes) -> tuple[str, set[str]]:
             if start <= address < start + max(length, size)
         )
 
-    directory = struct.unpack_from("<I", content, optional + 112)[0]
+    directory = _number("<I", content, optional + 112)
     exported: set[str] = set()
     if directory:
         count, _, names = struct.unpack_from("<III", content, at(directory) + 24)
-        exported = {_text(content, at(struct.unpack_from("<I", content, at(names) + 4 * n)[0])) for n in range(count)}
+        exported = {_text(content, at(_number("<I", content, at(names) + 4 * n))) for n in range(count)}
     return f"windows-{PE_MACHINES[machine]}", exported
 
 

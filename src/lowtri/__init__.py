@@ -89,12 +89,14 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from lowtri.masks import Mask as Mask, Tile as Tile, band as band, causal as causal, chunks as chunks
     from lowtri.masks import documents as documents, first as first, full as full, heads as heads, hidden as hidden
     from lowtri.masks import keys as keys, mask as mask, strided as strided, table as table, where as where
+    from lowtri.masks import tree as tree, tree_depths as tree_depths
     from lowtri.masks import window as window
 
 # Module -> its public names.
 _NAMES = {
     "lowtri.masks": (
         *("Mask", "Tile", "mask", "causal", "full", "window", "band", "first", "documents", "chunks", "strided"),
+        *("tree", "tree_depths"),
         *("keys", "table", "hidden", "where", "heads"),
     ),
     "lowtri.dispatch.attend": ("attention", "merge", "which_engine"),

@@ -28,7 +28,8 @@ def examine(measure: bool = True, progress: Callable[[str], None] = lambda _: No
         progress: takes a line about what comes next.
     """
     torch = importlib.import_module("torch") if is_installed("torch") else None
-    team, problems = openmp_team(), list[str]()
+    team = openmp_team()
+    problems: list[str] = []
     threads = f"torch's own OpenMP team ({team[0]})" if team else ""
     report: dict[str, Any] = {
         "versions": benching.versions(),
@@ -51,7 +52,8 @@ def examine(measure: bool = True, progress: Callable[[str], None] = lambda _: No
         return report
     from lowtri.kernels import target  # raises if LOWTRI_ISA names what this CPU or the library does not have
 
-    isa, index = target.ISA, library.index()
+    isa = target.ISA
+    index = library.index()
     report["kernels"] = {
         "target": isa.name,
         "rows": isa.tile[0],
@@ -83,7 +85,8 @@ def examine(measure: bool = True, progress: Callable[[str], None] = lambda _: No
 def _speed() -> dict[str, float]:
     """How fast one core multiplies and computes attention, in GFLOP/s, and reads, in GB/s: medians of interleaved runs."""
     call = benching.BenchCall("forward", "causal", 1024, 64, "float32", heads=4, kv_heads=4)
-    attend, tensors = benching.ours(call), call.tensors()
+    attend = benching.ours(call)
+    tensors = call.tensors()
     memory = np.ones(_READ_BYTES // 4, np.float32)
     address = memory.ctypes.data
     tasks: dict[str, tuple[Callable[[], object], float]] = {  # what runs, and its amount of work
@@ -100,15 +103,19 @@ def _speed() -> dict[str, float]:
 
 def as_text(report: dict[str, Any]) -> str:
     """The report as lines; what is missing last."""
-    kernels, built, speed, cpu = report["kernels"], report["library"], report["speed"], report["cpu"]
+    kernels = report["kernels"]
+    built = report["library"]
+    speed = report["speed"]
+    cpu = report["cpu"]
     packages = ", ".join(f"{name} {number or 'missing'}" for name, number in report["versions"].items())
     busy = "" if cpu["load"] is None else f", load {cpu['load']}"
-    torch_threads, team = report["threads"]["torch"], report["threads"]["team"]
-    torchs = "" if torch_threads is None else f"torch computes with {torch_threads}; "
+    threads = f"the kernels run on {report['threads']['team']}"
+    if report["threads"]["torch"] is not None:
+        threads = f"torch computes with {report['threads']['torch']}; {threads}"
     machine = (
         f"{cpu['name']} ({cpu['machine']}), {cpu['cpus']} CPUs{busy}, last cache {cpu['last_cache_bytes'] >> 20} MB"
     )
-    lines = [("versions", packages), ("cpu", machine), ("threads", f"{torchs}the kernels run on {team}")]
+    lines = [("versions", packages), ("cpu", machine), ("threads", threads)]
     if kernels is not None:
         source = " (set by LOWTRI_ISA)" if os.environ.get("LOWTRI_ISA") else ""
         tile = f"{kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
@@ -123,7 +130,8 @@ def as_text(report: dict[str, Any]) -> str:
         size = f"{built['functions']} functions, {built['bytes'] >> 10} KB"
         lines += [("library", f"kernels for {', '.join(built['sets'])}: {size}")]
     if speed is not None:
-        multiply, share = f"{speed['multiply']:.0f} GFLOP/s", speed["attention"] / speed["multiply"]
+        multiply = f"{speed['multiply']:.0f} GFLOP/s"
+        share = speed["attention"] / speed["multiply"]
         bf16 = f", bf16 {speed['multiply_bf16']:.0f}" if "multiply_bf16" in speed else ""
         lines += [
             ("one core", f"multiplies float32 at {multiply}{bf16}; reads memory at {speed['read']:.0f} GB/s"),

@@ -30,11 +30,13 @@ def writing(function: str, path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason, fix = error.strerror, "a file in a folder that exists and that you may write to"
+        reason = error.strerror
+        fix = "a file in a folder that exists and that you may write to"
         if is_about_space(error):
             fix = "free some space, or write to another disk"
             if trouble := temporary_folder_trouble(Path(path)):
-                reason, fix = trouble, TEMPORARY_FIX
+                reason = trouble
+                fix = TEMPORARY_FIX
         raise DataError(f"{function}: {path} cannot be written: {reason}. Fix: {fix}.") from None
 
 
@@ -77,8 +79,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             a pipe or a folder, which a rename would replace.
     """
     if path.exists() and not path.is_file():
-        kind = (errno.EISDIR, "is a folder") if path.is_dir() else (errno.EINVAL, "is a device or a pipe")
-        raise OSError(kind[0], f"{kind[1]}, and only a file can be written", str(path))
+        number, kind = (errno.EISDIR, "a folder") if path.is_dir() else (errno.EINVAL, "a device or a pipe")
+        raise OSError(number, f"is {kind}, and only a file can be written", str(path))
     target = Path(os.path.realpath(path))
     temporary: Path | None = None
     try:
@@ -105,9 +107,8 @@ def _new_file_beside(target: Path) -> Path:
     while True:
         path = target.with_name(f".{target.name[:32]}.{secrets.token_hex(8)}.part")
         try:
-            descriptor = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666
-            )  # exclusive: no file, and no link, may be there
+            # Exclusive: no file, and no link, may be there.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             continue
         os.close(descriptor)

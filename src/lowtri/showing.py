@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import in_numpy, is_tensor, why_not_plain
-from lowtri.masks.picture import cells_of, token_labels
 from lowtri.masks.tile import shown
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.grids import MAX_CELLS, Grid, Panel, beside_one_another, levels, picture, shades
+from lowtri.pictures.masks import cells_of, token_labels
 from lowtri.pictures.pages import card, page
 from lowtri.pictures.svg import BOLD, fill
 
@@ -29,7 +29,8 @@ _AT_ONCE = 2**24  # numbers of a head that are read; of larger heads, some rows 
 FEW = 12  # rows and columns up to which the numbers are written
 _LOOKS = shades("visible")
 _WIDE = 96  # columns of the overview as text
-_THUMB, _A_ROW = 60, 8  # of the overview as SVG: side of a map, maps in a row
+_THUMB = 60  # side of a map of the overview as SVG
+_A_ROW = 8  # maps in a row of it
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class WeightMaps:
     def to_svg(self) -> str:
         """The picture as SVG text, at most 900 points wide; its text has a bounded size at any number of heads and tokens."""
         heads, queries, keys = self.shape
-        title = f"attention weights: {f'{heads:,} heads, ' * (heads > 1)}{queries:,} queries, {keys:,} keys"
+        of_heads = f"{heads:,} heads, " if heads > 1 else ""
+        title = f"attention weights: {of_heads}{queries:,} queries, {keys:,} keys"
         maps = []
         for h, cells in enumerate(self.small):
             unit = _THUMB // max(cells.values.shape)  # whole numbers keep the paths short
@@ -135,19 +137,23 @@ class WeightMaps:
     def _marks(self) -> list[Any]:
         """What the legend says besides the weights: hidden, and not a number."""
         has_nan = any(np.isnan(cells.values).any() for cells in (self.large, *self.small))
-        return [_LOOKS[17]] * (self.large.visible is not None) + [_LOOKS[18]] * has_nan
+        marks = [] if self.large.visible is None else [_LOOKS[17]]
+        return [*marks, _LOOKS[18]] if has_nan else marks
 
     @property
     def _left_out(self) -> list[str]:
         left_out = self.shape[0] - len(self.small)
-        return [f"... and {left_out} more heads"] * bool(self.small and left_out)
+        return [f"... and {left_out} more heads"] if self.small and left_out else []
 
     @property
     def _scale(self) -> list[str]:
         """What a cell stands for, where it is not one pair."""
-        step, read = self.large.step, self.large.rows_read
-        some = f", {read} queries of it read" * (read < step)
-        return [f"a cell: the weight on {step:,} keys together, mean over {step:,} queries{some}"] * (step > 1)
+        step = self.large.step
+        if step == 1:
+            return []
+        read = self.large.rows_read
+        some = f", {read} queries of it read" if read < step else ""
+        return [f"a cell: the weight on {step:,} keys together, mean over {step:,} queries{some}"]
 
 
 def show(
@@ -220,7 +226,8 @@ def _checked(weights: Any) -> Any:
         raise CallError(f"show: {weights}. Fix: (H, N, N) or (N, N) numbers.")
     shape = tuple(int(n) for n in weights.shape)
     if len(shape) == 4 and shape[0] == 1:
-        weights, shape = weights[0], shape[1:]
+        weights = weights[0]
+        shape = shape[1:]
     if len(shape) == 4:
         raise CallError(f"show: weights are {shape}, with a batch of {shape[0]} in front. Fix: show(weights[0]).")
     if len(shape) not in (2, 3) or 0 in shape:
@@ -240,7 +247,7 @@ def pool(weights: Any, head: int, most: int = MAX_CELLS, mask: Mask | None = Non
     Raises:
         CallError: if a weight that is read is negative or infinite.
     """
-    nq, nk = int(weights.shape[1]), int(weights.shape[2])
+    _, nq, nk = (int(n) for n in weights.shape)
     step = -(-max(nq, nk) // most)
     starts = range(0, nq, step)
     rows_read = max(1, min(step, _AT_ONCE // (len(starts) * nk)))

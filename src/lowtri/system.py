@@ -75,12 +75,10 @@ def _sysctl(name: str, c_library: Any = None) -> bytes:
         call: Any = (ctypes.CDLL(None) if c_library is None else c_library).sysctlbyname
     except (OSError, AttributeError, TypeError):  # another system
         return b""
-    value, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
-    return (
-        value.raw[: size.value]
-        if call(name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0)) == 0
-        else b""
-    )
+    value = ctypes.create_string_buffer(256)
+    size = ctypes.c_size_t(256)
+    failed = call(name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return b"" if failed else value.raw[: size.value]
 
 
 def cpus() -> int:
@@ -113,7 +111,8 @@ def windows_cpu_name() -> str:
         return ""
 
 
-_CPU_INFO, _CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
+_CPU_INFO = Path("/proc/cpuinfo")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE = 32 * 2**20
 _ARM_PARTS = {  # of Linux's "CPU part", by ARM's numbers
     **{"0xd08": "Cortex-A72", "0xd0b": "Cortex-A76", "0xd0c": "Neoverse N1"},

@@ -39,6 +39,40 @@ def vectors(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape)
 
 
+WITHIN = [  # each document begins anew; two documents of the same length would say less
+    'documents(lengths=[6, 8, 4], inner="causal & (window(2) | first(2))")',
+    'documents(lengths=[8, 10], inner="causal | first(3)")',
+]
+
+
+@pytest.mark.parametrize("text", WITHIN)
+def test_masks_that_begin_anew_with_each_document_are_read_back(text: str) -> None:
+    table = np.array(lowtri.mask(text).dense(18))
+    found = lowtri.infer_mask(mean_over(table), vectors(18, 3))
+    assert found.text == text and found.mask == lowtri.mask(text) and not found.differs
+
+
+def test_chunks_of_given_documents_are_chunks_within_each() -> None:
+    text = 'documents(lengths=[5, 7, 6], inner="causal & chunks(2)")'
+    model, labels = mean_over(np.array(lowtri.mask(text).dense(18))), np.repeat([0, 1, 2], [5, 7, 6])
+    assert lowtri.infer_mask(model, vectors(18, 3), labels=labels).text == text
+    assert lowtri.infer_mask(model, vectors(18, 3)).text.startswith("causal & documents(lengths=[2, 2, 1, 2, 2, 2, 1,")
+
+
+def test_documents_alone_are_printed_where_they_say_the_same_pairs() -> None:
+    text = 'documents(lengths=[8, 10], inner="causal & window(3)")'
+    found = lowtri.infer_mask(mean_over(np.array(lowtri.mask(text).dense(18))), vectors(18, 3))
+    assert found.text == "window(3) & documents(lengths=[8, 10])"
+
+
+def test_sinks_of_documents_that_differ_from_row_to_row() -> None:
+    ids = np.array([[0] * 5 + [1] * 7, [0] * 8 + [1] * 4])
+    mask = lowtri.documents(ids, inner="window(2) | first(1)")
+    weights = np.array(mask.dense(12), float)
+    found = lowtri.infer_mask(lambda x: np.einsum("bqk,bkd->bqd", weights, x), vectors(2, 12, 3))
+    assert found.mask == mask
+
+
 @pytest.mark.parametrize("n", [9, 17])
 @pytest.mark.parametrize("text", ATOMS + JOINED)
 def test_the_formula_is_read_back(text: str, n: int) -> None:

@@ -68,7 +68,7 @@ def test_a_call_has_as_many_threads_as_its_work_is_worth(nq: int, nk: int, mask:
 def test_gradients_multiply_more(n: int, forward: int, backward: int) -> None:
     x = torch.ones(1, 4, n, 64, requires_grad=True)
     lowtri.attention(x, x, x, "causal", engine="cpu").sum().backward()
-    (ready,) = PREPARED._calls.values()
+    (ready,) = PREPARED.calls.values()
     (gradients,) = ready.prepared._gradients.values()
     assert (ready.prepared.launch.threads, gradients.launch.threads) == (forward, backward)
 

@@ -332,5 +332,6 @@ def test_the_shell_completes_verbs_options_and_values(words: str) -> None:
 
 
 def test_the_script_for_the_shell_is_printed() -> None:
-    ran = lowtri("--show-completion", "bash")
+    command = '"$0" -m lowtri.cli.main --show-completion; exit $?'  # the shell stays, so that it is recognized
+    ran = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, text=True)
     assert "_LOWTRI_COMPLETE=complete_bash" in ran.stdout and ran.returncode == 0

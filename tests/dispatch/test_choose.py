@@ -10,10 +10,18 @@ import torch
 
 import lowtri
 from lowtri.backends import BACKENDS
+from lowtri.dispatch import choose
 from lowtri.dispatch.choose import RULES, Choice
 
 PADS = lowtri.causal() & lowtri.keys(lengths=[40, 16])
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package was installed without its library."""
+    monkeypatch.setattr("lowtri.kernels.library.unusable", lambda: "there are none")
+    monkeypatch.setattr(choose, "_warn_without_kernels", lambda: None)
 
 
 def tensors(n: int, nq: int | None = None, *, d: int = 16, dtype: str = "float32", grad: bool = False) -> list[Any]:
@@ -34,28 +42,41 @@ def test_the_kernels_run_whatever_they_support(mask: Any, grad: bool, dtype: str
 @pytest.mark.parametrize(
     ("mask", "n", "options", "engine"),
     [
-        ("causal", 40, {"dropout": 0.1}, "sdpa"),  # is_causal
-        ("full", 40, {"dropout": 0.1}, "sdpa"),  # no mask
-        ("window(64)", 40, {"dropout": 0.1}, "sdpa"),  # no mask: it shows all
-        ("window(5)", 40, {"dropout": 0.1}, "sdpa"),  # a small table
-        (PADS, 40, {"dropout": 0.1}, "sdpa"),
-        ("window(5)", 8192, {"dropout": 0.1}, "formula"),  # a large one
-        ("causal", 8192, {"dropout": 0.1}, "sdpa"),  # none
-        ("causal", 40, {"dropout": 0.1, "softcap": 2.0}, "formula"),
+        ("causal", 40, {}, "sdpa"),  # is_causal
+        ("full", 40, {}, "sdpa"),  # no mask
+        ("window(64)", 40, {}, "sdpa"),  # no mask: it shows all
+        ("window(5)", 40, {}, "sdpa"),  # a small table
+        (PADS, 40, {}, "sdpa"),
+        ("window(5)", 8192, {}, "formula"),  # a large one
+        ("causal", 8192, {}, "sdpa"),  # none
+        ("causal", 40, {"softcap": 2.0}, "formula"),
         ("causal", 40, {"return_weights": True}, "formula"),
+        ("causal", 40, {"return_received": True}, "formula"),
+        ("causal", 40, {"dropout": 0.1}, "formula"),  # torch's own draws other numbers
     ],
 )
-def test_torch_computes_what_the_kernels_do_not(mask: Any, n: int, options: dict[str, Any], engine: str) -> None:
+def test_torch_computes_where_there_are_no_kernels(
+    mask: Any, n: int, options: dict[str, Any], engine: str, no_kernels: None
+) -> None:
     assert lowtri.which_engine(*tensors(n), mask, **options).engine == engine
 
 
-def test_numpy_arrays_run_on_the_definition_only_where_there_are_few_pairs() -> None:
+@pytest.mark.parametrize("options", [{"return_weights": True}, {"return_received": True}, {"dropout": 0.1}])
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_kernels_have_weights_and_dropout(grad: bool, options: dict[str, Any]) -> None:
+    for n in (8, 40, 8192):
+        assert lowtri.which_engine(*tensors(n, grad=grad), "causal & window(5)", **options).engine == "cpu"
+        arrays = [x.numpy() for x in tensors(n)]
+        assert lowtri.which_engine(*arrays, "causal & window(5)", **options).engine == "cpu"
+
+
+def test_numpy_arrays_run_on_the_definition_only_where_there_are_few_pairs(no_kernels: None) -> None:
     def chosen(n: int, **options: Any) -> str:
         return lowtri.which_engine(*(x.numpy() for x in tensors(n)), "causal", **options).engine
 
     assert [chosen(n, return_weights=True) for n in (40, 1024)] == ["reference", "formula"]
-    assert [chosen(n) for n in (40, 2048)] == ["cpu", "cpu"]
-    assert chosen(40, dropout=0.1) == "formula"
+    assert [chosen(n) for n in (40, 2048)] == ["reference", "formula"]
+    assert chosen(40, dropout=0.1) == "reference"
 
 
 def test_inputs_that_cannot_be_inspected_run_on_the_formula() -> None:
@@ -77,13 +98,13 @@ def test_the_first_engine_that_answers_yes_runs() -> None:
             assert set(choice.answers) == set(BACKENDS)
 
 
-def test_inputs_may_exclude_the_first_one() -> None:
+def test_inputs_may_exclude_the_first_one(no_kernels: None) -> None:
     q, k, v = (x.contiguous() for x in tensors(40))
-    clean = lowtri.which_engine(q, k, v, "causal", dropout=0.1)
+    clean = lowtri.which_engine(q, k, v, "causal")
     assert (clean.engine, clean.reason) == ("sdpa", "one argument of torch's function expresses the mask")
-    assert clean.answers["cpu"] == "no: it does not drop weights"
+    assert clean.answers["cpu"] == "no: there are none"
     v[:, :, -1] = torch.nan
-    choice = lowtri.which_engine(q, k, v, "causal", dropout=0.1)
+    choice = lowtri.which_engine(q, k, v, "causal")
     assert choice.engine == "formula"
     assert str(choice).startswith("formula runs: sdpa is excluded, since an input holds NaN, infinity or huge numbers")
     assert lowtri.which_engine(q, k, v, "causal", engine="sdpa").reason == "requested by name"
@@ -104,6 +125,6 @@ def test_what_is_shown() -> None:
 
 def test_arguments_are_checked() -> None:
     with pytest.raises(
-        lowtri.EngineError, match=r'(?s)engine "sdpa" cannot run this call.*cpu +no: .*Fix: drop engine='
+        lowtri.EngineError, match=r'(?s)engine "sdpa" cannot run this call.*cpu +yes: .*Fix: drop engine='
     ):
         lowtri.which_engine(np.eye(3), np.eye(3), np.eye(3), "causal", engine="sdpa", dropout=0.5)

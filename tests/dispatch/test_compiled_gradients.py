@@ -223,7 +223,7 @@ def test_a_log_sum_exp_that_nobody_computed_is_never_used() -> None:
     """The forward's backend may compute none where the backward's would read one: the backward then runs the call again."""
     q, k, v = draw(nq=4, nk=9)
     operator, backward = torch.ops.lowtri.attention, torch.ops.lowtri.attention_backward
-    rest = (None, None, "causal", None, None, None, None, None, None, False)
+    rest = (None, None, "causal", *[None] * 7, False)
     output, lse = operator(q, k, v, *rest, "sdpa")
     assert lse.isposinf().all()
     d_output = torch.ones_like(output)

@@ -82,3 +82,20 @@ def test_what_cannot_be_exported() -> None:
         torch.export.export(Positions(), (*draw(), torch.arange(9)))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="lengths that vary"):
         torch.export.export(Attend("causal", {}), draw(), strict=True)
+
+
+def test_a_program_that_was_exported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch runs through the operations of the program again, and finds lowtri's operator there."""
+    x = torch.zeros(1, 2, 4, 8)
+    with pytest.MonkeyPatch.context() as outside:
+        outside.setattr(torch.onnx, "is_in_onnx_export", lambda: False)
+        program = torch.export.export(Exported(), (x,))
+    with pytest.raises(
+        CallError, match=r"got a program that was exported before(.|\n)*Fix: torch.onnx.export\(model, args\)"
+    ):
+        program.run_decompositions()
+
+
+class Exported(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return lowtri.attention(x, x, x, "causal")

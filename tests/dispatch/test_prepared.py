@@ -10,7 +10,7 @@ import torch
 
 import lowtri
 from lowtri.dispatch import prepared
-from lowtri.dispatch.prepared import PREPARED, CallCache
+from lowtri.dispatch.prepared import PREPARED, CallCache, find
 
 CAUSAL = lowtri.causal()
 
@@ -57,20 +57,19 @@ def test_other_arrays_give_what_they_would_have_given_alone(made, dtype, sizes, 
     assert made == []
 
 
-def goes_the_short_way(*arrays: torch.Tensor, mask: object = CAUSAL) -> bool:
-    from lowtri.dispatch.quick import find
-
-    return find(*arrays, mask, None, None, 0.0, False, False, "auto") is not None
+def is_found(*arrays: object, mask: object = CAUSAL) -> bool:
+    """Whether the call is looked up, and not checked."""
+    return find(*arrays, None, None, None, mask, None, None, 0.0, False, False, "auto", False)[0] is not None
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("nq", [1, 40])
-def test_equal_calls_go_a_short_way_with_the_same_bits(nq: int, gradients: bool) -> None:
+def test_equal_calls_are_found_and_have_the_same_bits(nq: int, gradients: bool) -> None:
     calls = [[x.requires_grad_(gradients) for x in cache(seed, nq=nq)] for seed in range(3)]
-    assert not goes_the_short_way(*calls[0])
+    assert not is_found(*calls[0])
     first = lowtri.attention(*calls[0], CAUSAL)
-    assert all(goes_the_short_way(*call) for call in calls)
-    assert goes_the_short_way(*calls[0], mask=lowtri.causal()) and not goes_the_short_way(*calls[0], mask="causal")
+    assert all(is_found(*call) for call in calls)
+    assert is_found(*calls[0], mask=lowtri.causal()) and not is_found(*calls[0], mask="causal")
     assert torch.equal(lowtri.attention(*calls[0], CAUSAL), first)
     for call in calls:
         output = lowtri.attention(*call, CAUSAL)
@@ -82,49 +81,52 @@ def test_equal_calls_go_a_short_way_with_the_same_bits(nq: int, gradients: bool)
         assert all(torch.equal(one, other) for one, other in zip(gradients_of, again, strict=True))
 
 
+class _Subclass(torch.Tensor):
+    pass
+
+
 class _Mode(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def _negative(x: torch.Tensor) -> torch.Tensor:
-    return torch.complex(torch.zeros_like(x), -x).conj().imag
-
-
 def _under(context):
     def find(q, k, v):
         with context():
-            return goes_the_short_way(q, k, v)
+            return is_found(q, k, v)
 
     return find
 
 
 def _traced(q, k, v):
     found = []
-    torch.jit.trace(lambda x: found.append(goes_the_short_way(q, k, v)) or x + 1, torch.ones(1), check_trace=False)
+    torch.jit.trace(lambda x: found.append(is_found(q, k, v)) or x + 1, torch.ones(1), check_trace=False)
     return found[0]
 
 
 def _mapped(q, k, v):
     found = []
-    torch.vmap(lambda x: found.append(goes_the_short_way(q, k, v)) or x + 1)(torch.ones(2))
+    torch.vmap(lambda x: found.append(is_found(q, k, v)) or x + 1)(torch.ones(2))
     return found[0]
 
 
 UNUSUAL = {
-    "a parameter": lambda q, k, v: goes_the_short_way(torch.nn.Parameter(q), k, v),
-    "NumPy's arrays": lambda q, k, v: goes_the_short_way(q.numpy(), k.numpy(), v.numpy()),
-    "a negated view": lambda q, k, v: goes_the_short_way(q, _negative(k), v),
-    "zeros without memory": lambda q, k, v: goes_the_short_way(q, k, torch._efficientzerotensor(v.shape)),
-    "a sparse tensor": lambda q, k, v: goes_the_short_way(q, k.to_sparse(), v),
-    "another device": lambda q, k, v: goes_the_short_way(q.to("meta"), k.to("meta"), v.to("meta")),
-    "another dtype": lambda q, k, v: goes_the_short_way(q, k.double(), v),
-    "other heads": lambda q, k, v: goes_the_short_way(q, k[:, :1], v[:, :1]),
-    "other head sizes": lambda q, k, v: goes_the_short_way(q, k[..., :16], v),
-    "unequal lengths": lambda q, k, v: goes_the_short_way(q, k, v[:, :, 1:]),
-    "no keys": lambda q, k, v: goes_the_short_way(q, k[:, :, :0], v[:, :, :0]),
-    "a gradient": lambda q, k, v: goes_the_short_way(q, k, v.clone().requires_grad_()),
-    "a mask that has no hash": lambda q, k, v: goes_the_short_way(q, k, v, mask=[]),
+    "a parameter that needs a gradient": lambda q, k, v: is_found(torch.nn.Parameter(q), k, v),
+    "a subclass": lambda q, k, v: is_found(q.as_subclass(_Subclass), k, v),
+    "NumPy's arrays": lambda q, k, v: is_found(q.numpy(), k.numpy(), v.numpy()),
+    "a negated query": lambda q, k, v: is_found(torch._neg_view(q), k, v),
+    "negated keys": lambda q, k, v: is_found(q, torch._neg_view(k), v),
+    "negated values": lambda q, k, v: is_found(q, k, torch._neg_view(v)),
+    "zeros without memory": lambda q, k, v: is_found(q, k, torch._efficientzerotensor(v.shape)),
+    "a sparse tensor": lambda q, k, v: is_found(q, k.to_sparse(), v),
+    "another device": lambda q, k, v: is_found(q.to("meta"), k.to("meta"), v.to("meta")),
+    "another dtype": lambda q, k, v: is_found(q, k.double(), v),
+    "other heads": lambda q, k, v: is_found(q, k[:, :1], v[:, :1]),
+    "other head sizes": lambda q, k, v: is_found(q, k[..., :16], v),
+    "unequal lengths": lambda q, k, v: is_found(q, k, v[:, :, 1:]),
+    "no keys": lambda q, k, v: is_found(q, k[:, :, :0], v[:, :, :0]),
+    "a gradient": lambda q, k, v: is_found(q, k, v.clone().requires_grad_()),
+    "a mask that has no hash": lambda q, k, v: is_found(q, k, v, mask=[]),
     "autocast": _under(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
     "a dispatch mode": _under(_Mode),
     "forward mode": _under(torch.autograd.forward_ad.dual_level),
@@ -135,24 +137,49 @@ UNUSUAL = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_what_the_short_way_cannot_serve_is_not_found_there(name: str) -> None:
+def test_what_a_kept_call_cannot_serve_is_not_found(name: str) -> None:
     q, k, v = cache()
     lowtri.attention(q, k, v, CAUSAL)
-    assert goes_the_short_way(q, k, v) and not UNUSUAL[name](q, k, v)
+    assert is_found(q, k, v) and not UNUSUAL[name](q, k, v)
 
 
-def test_calls_with_other_arrays_or_large_plans_are_not_kept_for_the_short_way() -> None:
-    q, k, v = cache()
-    for options in ({"sinks": torch.ones(4)}, {"bias": torch.zeros(300)}, {"q_positions": [3]}, {"return_lse": True}):
-        lowtri.attention(q, k, v, CAUSAL, **options)
-        assert not PREPARED.quick
-    lowtri.attention(q, k, v, CAUSAL)
-    assert PREPARED.quick
-    for scale in range(1, 300):
-        lowtri.attention(q, k, v, CAUSAL, scale=scale / 100)
-    assert len(PREPARED.quick) <= 64
-    PREPARED.clear()
-    assert not PREPARED.quick and not goes_the_short_way(q, k, v)
+def test_calls_with_other_arrays_are_found_and_read_those_of_each_call(made) -> None:
+    q, k, v = cache(nq=20)
+    for name in ("sinks", "bias", "q_positions"):
+        values = {
+            "sinks": [torch.full((4,), x) for x in (0.0, 2.0)],
+            "bias": [x * torch.arange(300.0) for x in (0.0, 0.1)],
+            "q_positions": [np.arange(20) + x for x in (0, 100)],
+        }[name]
+        before = len(made)
+        for value in (*values, *values):
+            output = lowtri.attention(q, k, v, CAUSAL, engine="cpu", **{name: value})
+            right = lowtri.attention(q, k, v, CAUSAL, engine="formula", **{name: value})
+            torch.testing.assert_close(output, right, atol=1e-5, rtol=0)
+        assert len(made) - before == (4 if name == "q_positions" else 2)  # positions by their content
+
+
+def test_growing_caches_of_two_layers_are_prepared_once(made) -> None:
+    narrow, wide = cache(nk=400), cache(1, nk=400, d=64, dv=64)
+    for nk in range(100, 400):
+        for q, k, v in (narrow, wide):
+            assert lowtri.attention(q, k[:, :, :nk], v[:, :, :nk], CAUSAL, engine="cpu").shape == (
+                *q.shape[:3],
+                v.shape[3],
+            )
+    assert len(made) == 2 and len(PREPARED) == 2
+
+
+def test_autocast_is_not_mistaken_for_the_call_without_it() -> None:
+    call = cache()
+    plain = lowtri.attention(*call, CAUSAL)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        halves = [lowtri.attention(*call, CAUSAL) for _ in range(3)]
+    assert {x.dtype for x in halves} == {torch.bfloat16}
+    assert torch.equal(halves[0], lowtri.attention(*(x.bfloat16() for x in call), CAUSAL))
+    assert torch.equal(lowtri.attention(*call, CAUSAL), plain)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert lowtri.attention(*call, CAUSAL).dtype == torch.float16
 
 
 OTHERS = {
@@ -174,6 +201,9 @@ OTHERS = {
 }
 
 
+POSITIONS = "positions", "array positions", "tensor positions"
+
+
 @pytest.mark.parametrize("engine", ["cpu", "formula", "auto"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_differs_is_prepared_anew(made, name: str, engine: str) -> None:
@@ -185,8 +215,8 @@ def test_what_differs_is_prepared_anew(made, name: str, engine: str) -> None:
     right = lowtri.attention(*arrays, engine="reference", **options)
     for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (output, right)), strict=True):
         torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), atol=1e-5, rtol=0)
-    # One call of the kernel for few queries serves other keys, too.
-    same = engine != "formula" and name in ("strides of k", "strides of v", "length")
+    # One call of the kernel for few queries serves other keys and positions, too.
+    same = engine != "formula" and name in ("strides of k", "strides of v", "length", *POSITIONS)
     assert len(made) == (1 if same else 2)
 
 
@@ -260,7 +290,7 @@ def test_one_call_of_few_queries_serves_any_number_of_keys(made, mask: str, kind
             right = lowtri.attention(q.double(), k.double(), v.double(), mask, engine="reference")
             assert (output.double() - right).abs().max() <= (1e-5 if dtype is torch.float32 else 2e-2)
         assert len([call for call in made if call.dtype != "float64"]) <= (nk == KEYS[0])
-    assert len([key for key in PREPARED._calls]) < 2 + len(KEYS)  # one, and those of the reference
+    assert len([key for key in PREPARED.calls]) < 2 + len(KEYS)  # one, and those of the reference
 
 
 def test_what_the_one_call_cannot_serve_is_prepared_once(made) -> None:
@@ -277,7 +307,7 @@ def test_what_the_one_call_cannot_serve_is_prepared_once(made) -> None:
 def test_a_table_of_visible_keys_counts_as_memory(made) -> None:
     q, k, v = cache(nk=4000)
     lowtri.attention(q, k, v, lowtri.keys(np.arange(4000) % 3 > 0), engine="cpu")
-    (ready,) = PREPARED._calls.values()
+    (ready,) = PREPARED.calls.values()
     assert ready.prepared.nbytes >= 3 * 3998
 
 
@@ -364,7 +394,18 @@ def test_the_cache_is_bounded_in_number_and_in_bytes() -> None:
     kept = CallCache(most=10, most_bytes=100)
     for number in range(8):
         kept.put(number, Sized(30))
-        kept.get(0)  # the one in use stays
-    assert [number for number in range(8) if kept.get(number)] == [0, 6, 7]
+        kept.put(number, Sized(90))  # another thread was first
+        assert len(kept) <= 3
+    assert list(kept.calls) == [5, 6, 7]
     kept.put("too large", Sized(101))
-    assert kept.get("too large") is None and len(kept) == 3
+    assert list(kept.calls) == [5, 6, 7]
+
+
+def test_the_call_that_has_waited_longest_is_evicted(monkeypatch) -> None:
+    monkeypatch.setattr(PREPARED, "most", 3)
+    calls = [cache(nk=nk, nq=20) for nk in (30, 40, 50, 60)]
+    for call in calls[:3]:
+        lowtri.attention(*call, CAUSAL)
+    lowtri.attention(*calls[0], CAUSAL)
+    lowtri.attention(*calls[3], CAUSAL)
+    assert [is_found(*call) for call in calls] == [True, False, True, True]

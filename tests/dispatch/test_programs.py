@@ -21,7 +21,7 @@ from torch import nn
 import lowtri
 from lowtri import MaskError, attention, causal, documents, first, full, heads, hidden, keys, table, where, window
 from lowtri.dispatch import operators
-from lowtri.masks.text import pack, unpack
+from lowtri.masks.text import from_text, to_text
 from lowtri.nn import Decoder, DecoderConfig
 
 pytestmark = [
@@ -222,8 +222,9 @@ def test_torch_checks_the_operators(engine: str) -> None:
         k,
         v,
         *more,
-        "causal & documents(_0)",
+        "causal & documents(_0) & window(_1)",
         [IDS[:, :20]],
+        [-1, 7],
         *[None] * 5,
         engine == "cpu",
         engine,
@@ -319,25 +320,27 @@ def test_gradients_of_gradients_are_refused() -> None:
 @settings(deadline=None, max_examples=60)
 @given(cases)
 def test_packed_and_unpacked_a_mask_is_the_same(case: Case) -> None:
-    text, arrays = pack(case.mask)
+    text, arrays = to_text(case.mask)
     assert (text is None) == ("where(" in repr(case.mask))
     if text is not None:
-        assert unpack(text, arrays) == case.mask and unpack(text, arrays) is unpack(text, [a.copy() for a in arrays])
+        assert from_text(text, arrays) == case.mask and from_text(text, arrays) is from_text(
+            text, [a.copy() for a in arrays]
+        )
 
 
-def test_unpacking_in_turns_mixes_nothing_up() -> None:
+def test_texts_interleaved_mix_nothing_up() -> None:
     """The last masks are known again by their content, which may have changed in place."""
     ids = np.array([0, 0, 1, 1])
     turns = [("documents(_0)", ids), ("documents(_0)", 1 - ids), ("causal & documents(_0)", ids), ("keys(_0)", ids > 0)]
     for text, array in turns * 2:
-        assert unpack(text, [array]) == unpack(text, [array.copy()]) == read(text, array)
-    before = unpack("documents(_0)", [ids])
+        assert from_text(text, [array]) == from_text(text, [array.copy()]) == read(text, array)
+    before = from_text("documents(_0)", [ids])
     ids[0] = 7
-    assert unpack("documents(_0)", [ids]) == documents(ids) != before
+    assert from_text("documents(_0)", [ids]) == documents(ids) != before
     with pytest.raises(MaskError, match="it takes bools"):
-        unpack("keys(_0)", [(ids > 0).astype(int)])
-    with pytest.raises(MaskError, match="is not what pack writes"):
-        unpack("documents(_0, _1)", [ids])
+        from_text("keys(_0)", [(ids > 0).astype(int)])
+    with pytest.raises(MaskError, match="is not what to_text returns"):
+        from_text("documents(_0, _1)", [ids])
 
 
 def read(text: str, array: Any) -> Any:
@@ -346,16 +349,21 @@ def read(text: str, array: Any) -> Any:
 
 
 def test_packed_masks_in_words() -> None:
-    assert pack(FORMULA) == (None, []) and pack(causal() & ~FORMULA)[0] is None and pack(heads([FORMULA]))[0] is None
+    assert (
+        to_text(FORMULA) == (None, [])
+        and to_text(causal() & ~FORMULA)[0] is None
+        and to_text(heads([FORMULA]))[0] is None
+    )
     shown = (causal() | first(2)) & ~documents([0, 1], [1, 0]) - table([[True, False], [True, True]])
-    text, arrays = pack(shown)
+    text, arrays = to_text(shown)
     assert text == "(causal | first(2)) & (~documents(_0, _1) & ~table(_2))"
     assert [a.tolist() for a in arrays] == [[0, 1], [1, 0], [[True, False], [True, True]]]
     assert (
-        pack(documents(lengths=[2, 3]) & keys(lengths=[1, 2]))[0] == "documents(lengths=[2, 3]) & keys(lengths=[1, 2])"
+        to_text(documents(lengths=[2, 3]) & keys(lengths=[1, 2]))[0]
+        == "documents(lengths=[2, 3]) & keys(lengths=[1, 2])"
     )
-    with pytest.raises(MaskError, match="is not what pack writes"):
-        unpack("documents(_1)", [IDS.numpy()])
+    with pytest.raises(MaskError, match="is not what to_text returns"):
+        from_text("documents(_1)", [IDS.numpy()])
 
 
 def test_torchs_own_signature_with_bools_in_a_graph() -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -311,6 +312,97 @@ def test_a_mask_of_keys_is_no_table_of_pairs(monkeypatch):
             whole = whole & torch.ones(300, 300, dtype=torch.bool).tril() if is_causal else whole
             expected = torchs(q, k, v, attn_mask=whole)
             assert near(ours(q, k, v, attn_mask=mask, is_causal=is_causal), expected, "float32")
+
+
+NUMBERS = ["causal", "window", "padding", "each head", "causal and bias"]
+
+
+def numbers_of(kind, n, hidden):
+    """A table of numbers of which ``hidden`` hides."""
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    source = torch.Generator().manual_seed(2)
+    visible = {
+        "causal": causal,
+        "window": causal.triu(-20),
+        "padding": torch.arange(n) < torch.tensor([n // 2, n])[:, None, None, None],
+        "each head": (torch.rand(1, 4, n, n, generator=source) < 0.5) | torch.eye(n, dtype=torch.bool),
+        "causal and bias": causal,
+    }[kind]
+    bias = torch.randn(n, n, generator=source) if kind == "causal and bias" else torch.zeros(())
+    return torch.where(visible, bias, hidden), visible
+
+
+@pytest.mark.parametrize("n", [40, 160])
+@pytest.mark.parametrize("hidden", [-math.inf, torch.finfo(torch.float32).min], ids=["inf", "lowest"])
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_numbers_that_hide(kind, hidden, n):
+    """Numbers of 0 and -inf, or the lowest number, hide as torch has it; where they are read as a mask, they are the table of bools."""
+    q, k, v = draw((2, 4), n, n)
+    numbers, visible = numbers_of(kind, n, hidden)
+    compare(q, k, v, attn_mask=numbers)
+    joined = numbers.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf)
+    assert near(ours(q, k, v, numbers, is_causal=True), torchs(q, k, v, joined), "float32")
+    if n == 160 and kind != "causal and bias":
+        expected = ours(q, k, v, attn_mask=visible)
+        assert torch.equal(ours(q, k, v, attn_mask=numbers), expected)
+        assert np.array_equal(ours(q.numpy(), k.numpy(), v.numpy(), numbers.numpy()), expected.numpy())
+        if hidden == -math.inf:
+            for dtype in (torch.float16, torch.bfloat16, torch.float64):
+                assert torch.equal(ours(q, k, v, attn_mask=numbers.to(dtype)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 1, 40, 40), (2, 1, 1, 40), (2, 1, 160, 160)])
+def test_a_row_of_the_lowest_number_gives_the_mean(shape, dtype):
+    """As in torch, where a score that is added to it is lost; of -inf alone, 0."""
+    n = shape[-1]
+    q, k, v = draw((2, 3), n, n, dtype=dtype)
+    numbers = torch.zeros(shape, dtype=dtype)
+    numbers[..., n // 2 :] = torch.finfo(dtype).min
+    numbers[1, :, :20] = torch.finfo(dtype).min  # rows of padding
+    numbers[1, :, :20, 5:9] = -math.inf
+    found, expected = ours(q, k, v, attn_mask=numbers), torchs(q, k, v, attn_mask=numbers)
+    assert near(found, expected, str(dtype).removeprefix("torch."))
+    if dtype != torch.float16:  # whose lowest number leaves something of the scores
+        seen = [*range(5), *range(9, n)]
+        assert near(found[1, :, 0], v[1, :, seen].float().mean(1).to(dtype), str(dtype).removeprefix("torch."))
+    hidden = numbers.masked_fill(numbers != 0, -math.inf)
+    assert not ours(q, k, v, attn_mask=hidden)[1, :, :20].any()
+
+
+def test_hidden_numbers_leave_no_trace():
+    """A key that a large table hides from all queries may hold anything."""
+    q, k, v = draw((1, 2), 160, 160)
+    for hidden in (-math.inf, torch.finfo(torch.float32).min):
+        numbers = torch.zeros(160, 160)
+        numbers[:, 100:] = hidden
+        expected = ours(q, k, v, attn_mask=numbers)
+        k[..., 100:, :], v[..., 100:, :] = torch.nan, torch.inf
+        assert torch.equal(ours(q, k, v, attn_mask=numbers), expected) and expected.isfinite().all()
+        k, v = k.nan_to_num(0), v.nan_to_num(0, 0, 0)
+
+
+@pytest.mark.parametrize("hidden", [-math.inf, torch.finfo(torch.float32).min], ids=["inf", "lowest"])
+def test_numbers_of_keys_need_no_memory_for_pairs(hidden):
+    """Padding of 4,096 keys: 16 thousand numbers of a mask, and not the 16 million of all pairs."""
+    q, k, v = draw((1, 1), 4096, 4096)
+    numbers = torch.zeros(1, 1, 1, 4096)
+    numbers[..., 4000:] = hidden
+    tracemalloc.start()
+    found = ours(q, k, v, attn_mask=numbers)
+    assert tracemalloc.get_traced_memory()[1] < 2**21
+    tracemalloc.stop()
+    assert near(found, torchs(q, k, v, attn_mask=numbers), "float32")
+
+
+def test_tables_are_read_at_every_call():
+    """Also where they change through memory that they share with NumPy, which torch's counter of changes does not see."""
+    q, k, v = draw((1, 2), 160, 160)
+    for given in (torch.ones(160, 160, dtype=torch.bool), torch.zeros(160, 160)):
+        before = ours(q, k, v, attn_mask=given)
+        given.numpy()[:, 20:] = False if given.dtype == torch.bool else -math.inf
+        after = ours(q, k, v, attn_mask=given)
+        assert not torch.equal(before, after) and near(after, torchs(q, k, v, attn_mask=given), "float32")
 
 
 def test_masks_are_read_at_every_call():

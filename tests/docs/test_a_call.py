@@ -42,7 +42,7 @@ def functions_that_run(function: Callable[[], object]) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("number", range(5), ids=["again", "with gradients", "the long way", "the first", "a token"])
+@pytest.mark.parametrize("number", range(5), ids=["again", "with gradients", "with sinks", "the first", "a token"])
 def test_the_page_names_what_runs_in_its_order(number: int) -> None:
     assert len(tables()) == 5
     q = torch.randn(1, 2, 16, 64, requires_grad=number == 1)

@@ -13,6 +13,7 @@ from lowtri.cli.main import VERBS, main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
 GUIDE = (ROOT / "docs" / "masks.md").read_text(encoding="utf-8")
@@ -32,17 +33,21 @@ def test_every_block_runs(number: int, capsys: pytest.CaptureFixture[str]) -> No
         assert len(BLOCKS[number].splitlines()) <= 10
 
 
-def test_the_model_that_the_readme_shows_can_be_audited(
+def test_the_model_and_the_kernel_of_the_page_of_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (block,) = (block for block in BLOCKS if "def make_model" in block)
+    block, kernel = re.findall(r"^```python\n(.*?)^```", COMMANDS, re.S | re.M)
     (tmp_path / "my_model.py").write_text(block)
     monkeypatch.chdir(tmp_path)
-    assert "    lowtri audit my_model.py:make_model " in README
+    assert "    lowtri audit my_model.py:make_model" in README and "    lowtri audit my_model.py:make_model" in COMMANDS
     assert main(["audit", "my_model.py:make_model"]) == 0
     assert "no leak found" in capsys.readouterr().out
     (tmp_path / "my_model.py").write_text(block.replace("cumsum(1)", "flip(1).cumsum(1)"))
     assert main(["audit", "my_model.py:make_model"]) == 1
+    capsys.readouterr()
+    (tmp_path / "my_kernel.py").write_text(kernel)
+    assert main(["verify", "my_kernel.py:attend", "--dtypes", "float32", "--cases", "empty"]) == 1
+    assert capsys.readouterr().out.startswith("attend is wrong: hidden as -1e9 (")
 
 
 def test_the_readme_is_short_and_has_a_block_and_masks() -> None:

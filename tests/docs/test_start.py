@@ -17,7 +17,7 @@ def test_every_block_runs(number: int, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out
 
 
-def test_there_are_three_starts_and_their_links_exist() -> None:
-    assert len(BLOCKS) == 3 == PAGE.count("\n## ")
+def test_there_are_four_starts_and_their_links_exist() -> None:
+    assert len(BLOCKS) == 4 == PAGE.count("\n## ")
     for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
         assert (Path(__file__).parents[2] / "docs" / target).is_file(), target

@@ -358,3 +358,27 @@ def test_memory_of_packed_sequences_is_that_of_documents():
     mask, positions = _documents(cu, cu, 4096, 4096)
     assert positions == {}
     assert mask == lowtri.documents(lengths=[64] * 64)
+
+
+def test_whole_numbers_are_read_in_each_call():
+    """Lengths and edges are tensors that callers change in place, also by an array that shares their memory."""
+    q, cache = draw(2, 1, 4, 8), draw(2, 2, 16, 4, 8, seed=1)
+    lengths, edges = torch.tensor([5, 5], dtype=torch.int32), torch.tensor([0, 3, 8], dtype=torch.int32)
+    x = draw(8, 4, 8, seed=2)
+    for add in (0, 1, 3):
+        lengths.numpy()[:] = 5 + add
+        lengths.numpy()[1] -= add // 2  # equal rows, then others
+        output = ours.flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths, causal=True)
+        for row, n in enumerate(lengths.tolist()):
+            assert close(output[row], attend(q[row], cache[0, row, :n], cache[1, row, :n])[0])
+        edges.numpy()[1] = 3 + add
+        packed = ours.flash_attn_varlen_func(x, x, x, edges, edges, 8, 8, causal=True)
+        for start, end in ((0, 3 + add), (3 + add, 8)):
+            assert close(packed[None, start:end], batch(*[x[None, start:end]] * 3, causal=True)[0])
+
+
+def test_a_cache_is_written_without_gradients():
+    cache, (q, k, v) = draw(2, 1, 8, 2, 8), draw(3, 1, 1, 2, 8).requires_grad_()
+    output = ours.flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=3, causal=True)
+    assert not output.requires_grad and not cache.requires_grad
+    assert torch.equal(cache[0, :, 3:4], k.detach())

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ import lowtri
 from lowtri.backends import formula as tiles
 from lowtri.errors import CallError
 from lowtri.integrations.flex import create_block_mask, flex_attention
-from lowtri.integrations.flex.scores import read_score_mod
+from lowtri.integrations.flex.scores import _at_all, _Steps, read_score_mod
+from lowtri.integrations.function_mask import trace
 
 B, H, N, D = 2, 4, 150, 16
 
@@ -219,6 +221,65 @@ def test_a_function_with_hidden_state_is_compared_with_what_was_read() -> None:
     for state[0] in (0.0, 2.0):
         ours = flex_attention(*inputs, shifted, enable_gqa=True)
         torch.testing.assert_close(ours, eager(*inputs, shifted, None)[0], rtol=1e-9, atol=1e-11)
+
+
+def test_what_changes_unseen_by_torch_is_read_again() -> None:
+    """Memory that a captured tensor shares with NumPy changes without torch's counter of changes."""
+    q = torch.randn(1, 4, 40, 16)
+    slopes, factor = torch.rand(4), torch.tensor(2.0)
+    for score_mod in (
+        lambda s, b, h, i, j: s + slopes[h] * (j - i),
+        lambda s, b, h, i, j: s + factor * (j - i),
+        lambda s, b, h, i, j: s * float(factor),
+    ):
+        before = flex_attention(q, q, q, score_mod)
+        slopes.numpy()[:] += 1
+        factor.numpy()[...] += 1
+        n = torch.arange(40)
+        scores = score_mod(q @ q.mT / 4, None, torch.arange(4)[:, None, None], n[:, None], n)
+        after, expected = flex_attention(q, q, q, score_mod), scores.softmax(-1) @ q
+        assert not torch.allclose(before, after) and torch.allclose(after, expected, atol=1e-5)
+
+
+TABLE, ROW, HALF = torch.randn(4, 81), torch.randn(40), torch.randn(4).bfloat16()
+OF_NUMBERS: dict[
+    str, Any
+] = {  # of pairs, of distances, of keys; with types that are promoted as those of single numbers
+    "slopes": lambda s, b, h, q, k: s + TABLE[h, 0] * (k - q),
+    "half slopes": lambda s, b, h, q, k: s + HALF[h] * (k - q).abs(),
+    "table of distances": lambda s, b, h, q, k: s + TABLE[h, q - k + 40],
+    "row, then column": lambda s, b, h, q, k: s + TABLE[h][k],
+    "keys": lambda s, b, h, q, k: s + ROW[k] / 3,
+    "whole division": lambda s, b, h, q, k: s - (q - k) // 3 * 0.25,
+    "chosen": lambda s, b, h, q, k: s + torch.where(k > 7, ROW[0], 2.0),
+    "more than numbers": lambda s, b, h, q, k: s + ROW[:4].sum() * torch.stack([h, h])[0],
+    "two": lambda s, b, h, q, k: s + ROW[k] - TABLE[h, 3] * 2 + b,
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_a_bias_is_that_of_single_numbers(name: str) -> None:
+    """For all indices at once, by broadcasting or under torch.vmap, it has the numbers and the dtype of one index after another."""
+    result = trace(OF_NUMBERS[name], "cpu", of_score=True)
+    assert result is not None
+    ranges = [torch.arange(n) for n in (2, 4, 5, 6)]
+    for _, node in _Steps(result).terms:
+        at_all = _at_all(node, ranges)
+        each = [node.of_indices(*map(torch.tensor, index)) for index in np.ndindex(2, 4, 5, 6)]
+        assert at_all.dtype == each[0].dtype
+        torch.testing.assert_close(at_all.expand(2, 4, 5, 6).flatten(), torch.stack(each), rtol=0, atol=0)
+
+
+def test_a_function_that_changes_its_scores_in_place_is_read_right() -> None:
+    inputs = qkv(n=40)
+
+    def doubled(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        score *= 2
+        return score
+
+    ours = flex_attention(*inputs, doubled, enable_gqa=True)
+    expected = flex_attention(*inputs, lambda s, b, h, q, k: s * 2, enable_gqa=True)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_more_keys_than_queries_count_indices_from_0() -> None:

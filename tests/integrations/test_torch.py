@@ -100,6 +100,26 @@ def test_outputs_weights_and_gradients_are_torchs(kind: str) -> None:
         same(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Support for mismatched")  # torch converts one of the two masks
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float64).min])
+def test_numbers_that_hide_are_torchs(hidden: float, padded: bool) -> None:
+    """The lowest number hides; two masks decide together whether a query sees any key."""
+    attn = torch.zeros(L, S, dtype=torch.float64).masked_fill(torch.ones(L, S, dtype=torch.bool).triu(1), hidden)
+    padding = torch.zeros(B, S, dtype=torch.float64)
+    padding[0, :2] = hidden if hidden > -torch.inf or not padded else 0  # then the first queries see nothing
+    for options in (
+        {"attn_mask": attn},
+        {"key_padding_mask": padding},
+        {"attn_mask": attn, "key_padding_mask": padding},
+    ):
+        module = module_of("plain").eval()
+        found, weights = switch(copy.deepcopy(module))(*inputs_of(module), **options)
+        expected, expected_weights = module(*inputs_of(module), **options)
+        if expected.isfinite().all():  # torch has no answer for a query that sees nothing
+            same([found, weights], [expected, expected_weights])
+
+
 @pytest.mark.parametrize("attn", [None, FUTURE, EACH[:H], NUMBERS])
 def test_without_a_batch(attn: Tensor | None) -> None:
     module = module_of("plain")

@@ -414,4 +414,16 @@ def test_the_mask_of_packed_rows() -> None:
     starts = PLACES.numpy() == 0
     packing = Packing(starts, "position_ids")
     assert packing.mask == lowtri.documents(lengths=LENGTHS, open_end=True)
-    assert packing.places(18).array.tolist() == [*PLACES[0].tolist(), 4, 5]
+    sinks = lowtri.mask("causal & (window(3) | first(1))")
+    assert packing.within_each(sinks) == lowtri.documents(lengths=LENGTHS, open_end=True, inner=sinks)
+    assert packing.within_each(lowtri.window(3)) == lowtri.window(3) & packing.mask  # of distances alone
+
+
+def test_nothing_asks_transformers_for_a_name_that_it_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(tf.utils.generic.logger, "warning_once", said.append)
+    ids = ids_of()
+    lowtri.infer_mask(model_of("llama"), {"input_ids": ids, "position_ids": PLACES})
+    model_of("llama").generate(ids, max_new_tokens=2, do_sample=False)
+    lowtri.generate(model_of("llama"), ids, 2)
+    assert [words for words in said if "deprecated" in words] == []

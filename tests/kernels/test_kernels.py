@@ -134,7 +134,9 @@ def test_many_calls_do_not_leak_memory() -> None:
 
 def test_which_engine_gives_the_reasons() -> None:
     q, k, v = qkv(n=20)
-    assert lowtri.which_engine(q, k, v, "causal", dropout=0.5).answers["cpu"] == "no: it does not drop weights"
+    bias, positions = lowtri.alibi(torch.tensor([0.5, 0.25])), torch.arange(20) * 2
+    choice = lowtri.which_engine(q, k, v, "causal", bias=bias, q_positions=positions, k_positions=positions)
+    assert choice.answers["cpu"] == "no: it reads a bias over distances at consecutive positions only"
     assert (
         lowtri.which_engine(*(x.to("meta") for x in (q, k, v)), "causal").answers["cpu"]
         == "no: the tensors are on meta"

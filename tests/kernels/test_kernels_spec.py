@@ -91,7 +91,7 @@ def qkv(nq: int, nk: int, d: int, dtype: torch.dtype = torch.float32, seed: int 
 
 def run(launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     output = torch.empty_like(q)
-    launch.run_at(launch.prepared, *(x.data_ptr() for x in (q, k, v, output)), 0, 0, 0, 0)
+    launch.run_at(launch.prepared, *(x.data_ptr() for x in (q, k, v, output)), 0, 0, 0, 0, 0)
     return output
 
 

@@ -35,6 +35,8 @@ from lowtri.masks import (
     mask,
     strided,
     table,
+    tree,
+    tree_depths,
     where,
     window,
 )
@@ -109,6 +111,43 @@ GRIDS = [
         """,
     ),
     (
+        documents(lengths=[3, 5], inner="causal & (window(2) | first(1))"),  # each document has a sink of its own
+        """
+        █·······
+        ██······
+        ███·····
+        ···█····
+        ···██···
+        ···███··
+        ···█·██·
+        ···█··██
+        """,
+    ),
+    (
+        documents([7, 7, 7, 1, 1, 1, 1], inner=chunks(2)),  # chunks that begin anew
+        """
+        ██·····
+        ██·····
+        ··█····
+        ···██··
+        ···██··
+        ·····██
+        ·····██
+        """,
+    ),
+    (
+        tree([-1, 0, 0, 2, -1], start=2, inner="causal & window(3)"),  # drafts that branch; the last is a second root
+        """
+        █······
+        ██·····
+        ███····
+        ·███···
+        ·██·█··
+        ··█·██·
+        ██····█
+        """,
+    ),
+    (
         documents([0, 1, 0, 1]),  # ids need not be sorted
         """
         █·█·
@@ -131,6 +170,40 @@ def test_printing_a_mask_draws_it() -> None:
     lines = str(causal() & window(2)).splitlines()
     assert lines[0] == "causal & window(2)"
     assert lines[1:4] == ["█···········", "██··········", "·██·········"]
+
+
+def test_a_mask_within_documents_is_quoted_as_python_takes_it() -> None:
+    deep = documents(lengths=[4, 4], inner=documents(lengths=[2, 1], open_end=True, inner="causal & first(1)"))
+    text = 'documents(lengths=[4, 4], inner="documents(lengths=[2, 1], open_end=True, inner=causal & first(1))")'
+    assert repr(deep) == text
+    assert mask(text) == deep == eval(text, {"documents": documents})
+    assert mask(text.replace('"', "'")) == mask(text.replace('"', "")) == deep
+
+
+def test_a_finished_document_is_never_seen_again_and_a_sink_of_the_last_one_always() -> None:
+    m = documents(lengths=[3, 5], open_end=True, inner="causal & (window(2) | first(1))")
+    answers = [m.tile(6, POSITION_MAX, k, k + 1) for k in range(6)]
+    assert answers == [EMPTY, EMPTY, EMPTY, FULL, EMPTY, PARTIAL]
+
+
+def test_a_table_within_documents_is_indexed_from_their_start() -> None:
+    pairs = np.array([[1, 0, 0], [0, 1, 0], [1, 1, 1]], bool)
+    m = documents(lengths=[2, 3], inner=table(pairs))
+    expected = np.zeros((5, 5), bool)
+    expected[:2, :2], expected[2:, 2:] = pairs[:2, :2], pairs
+    np.testing.assert_array_equal(m.dense(5), expected)
+    with pytest.raises(MaskError, match=r"has rows for the queries 0 \.\. 2"):
+        documents(lengths=[2, 4], inner=table(pairs)).dense(6)
+
+
+def test_trees_of_rows_that_begin_apart() -> None:
+    both = tree([[-1, 0, 0], [-1, -1, 1]], start=[2, 4], inner=keys([[True] * 5, [False] + [True] * 4]))
+    for row, (parents, start, real) in enumerate([([-1, 0, 0], 2, True), ([-1, -1, 1], 4, False)]):
+        one = tree(parents, start, keys([real] + [True] * 4))
+        assert both.at(row) == tree(parents, start, both.inner.at(row))
+        np.testing.assert_array_equal(both.dense(5)[row], one.dense(5))
+    assert tree_depths([[-1, 0, 0], [-1, -1, 1]]).tolist() == [[0, 1, 1], [0, 0, 1]]
+    assert repr(tree([-1, 0], [2, 4])) == 'tree([-1, 0], start=[2, 4], inner="causal")'
 
 
 def test_queries_have_the_last_positions() -> None:
@@ -462,6 +535,42 @@ ERRORS = [
     ),
     (lambda: documents(cu_seqlens=[2, 4]), "documents: cu_seqlens is [2, 4]; it begins with 0 and ends with the total"),
     (lambda: documents(cu_seqlens=[0, 3, 2]), "documents: lengths are [3, -1]; at least one is required"),
+    (
+        lambda: documents([0, 1, 1, 0, 0], inner="causal"),
+        "documents: id 0 comes again at position 3, but inner counts from the start of each document.\nFix: another id",
+    ),
+    (
+        lambda: documents([[0, 1], [2, 2]], inner=causal()) & documents([[3, 4, 3]] * 2, inner=causal()),
+        "documents: id 3 comes again at position 2 of row 0",
+    ),
+    (
+        lambda: documents([0, 1], [0, 1], inner="causal"),
+        "but key_ids give keys and queries other starts.\nFix: ids alone; or positions that align them",
+    ),
+    (
+        lambda: documents(lengths=[4, 4], inner="documents(lengths=[2, 2])"),
+        "documents: the documents in inner, documents(lengths=[2, 2]), end after 4 tokens, wherever the outer ones do.\nFix",
+    ),
+    (lambda: documents(lengths=[4], inner=3), "documents: inner: got 3; expected a mask or its text"),
+    (lambda: mask("documents(lengths=[4], inner='causl')"), "there is no mask 'causl'. Did you mean causal?"),
+    (lambda: mask("documents(lengths=[4], inner='3')"), "mask: '3' is not a mask"),
+    (lambda: mask("documents('causal')"), "'causal' is not a whole number or a mask, because it is in quotes"),
+    (
+        lambda: tree([-1, 1]),
+        "tree: the parent of draft 1 is 1, but a parent comes before its child.\nFix: the index of an earlier draft, or -1",
+    ),
+    (lambda: tree_depths([[-1, 0], [-1, -2]]), "tree_depths: the parent of draft 1 is -2"),
+    (lambda: tree([-1, 0], start=-1), "tree: start is -1, but it must lie in 0 .. 2**62"),
+    (lambda: tree([-1, 0], start=[1, -1]), "tree: start is [1, -1]; it is the position of the first draft"),
+    (lambda: tree([-1] * 5000), "tree: parents has 5000 drafts, but at most 4096 are taken"),
+    (
+        lambda: tree([[-1], [-1]], start=[1, 2, 3]),
+        "tree: parents (2, 1), 3 starts and inner with batch () differ in their rows",
+    ),
+    (
+        lambda: tree([-1, 0], start=3).dense(6),
+        "tree: query at position 5, but the 2 drafts stand at 3 .. 4.\nFix: start= the position of the first draft",
+    ),
     (lambda: keys(), "keys: give valid (True = real) or lengths=, one of them"),
     (
         lambda: keys([1, 0]),

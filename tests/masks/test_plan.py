@@ -28,6 +28,7 @@ from lowtri.masks import (
     where,
     window,
 )
+from lowtri.masks import plan as plans
 from lowtri.masks.plan import TILE_Q, Plan, plan
 from lowtri.masks.tile import Truth
 
@@ -93,7 +94,7 @@ def positions_below(draw: st.DrawFn, most: int) -> np.ndarray:
 @settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(cases, st.data(), st.sampled_from([16, 64, 128]))
 def test_a_plan_has_the_pairs_of_the_mask(case: Case, data: st.DataObject, tile_k: int) -> None:
-    most = SIZE if "table(" in repr(case.mask) else 10_000
+    most = SIZE if case.ends else 10_000
     check(case.mask, data.draw(positions_below(most)), data.draw(positions_below(most)), tile_k)
 
 
@@ -283,6 +284,22 @@ def test_sweep_a_million_tokens_are_planned_in_seconds(m: Mask) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 500e6
+
+
+def test_a_mask_within_documents_evaluates_no_more_pairs_than_one_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal tiles of all documents are one pattern; its parts are joined as those of any other mask."""
+    evaluated = []
+    evaluate = plans._evaluated
+    monkeypatch.setattr(plans, "_evaluated", lambda m, q, k: evaluated.append(q.size * k.shape[1]) or evaluate(m, q, k))
+    lengths, inside = [512, 1024] * 8, "causal & (window(256) | first(4))"
+    positions = np.arange(sum(lengths))
+    over = plan(mask(inside) & documents(lengths=lengths), positions, positions)
+    of_one = sum(evaluated)
+    evaluated.clear()
+    for m in (documents(lengths=lengths, inner=inside), documents(np.repeat(range(16), lengths), inner=inside)):
+        within = plan(m, positions, positions)
+        assert sum(evaluated) <= of_one and len(within.bits) <= len(over.bits)
+        evaluated.clear()
 
 
 def test_tiles_are_64_queries() -> None:

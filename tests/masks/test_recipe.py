@@ -19,7 +19,7 @@ from lowtri import causal, first, heads, mask
 from lowtri.errors import MaskError
 from lowtri.masks.mask import CONSTRUCTORS
 from lowtri.masks.plan import plan
-from lowtri.masks.text import pack, unpack
+from lowtri.masks.text import from_text, to_text
 
 RECIPE = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
 RECIPE = RECIPE.split("## Adding a mask")[1].split("\n## ")[0]
@@ -79,7 +79,7 @@ def test_text_and_serialisation_derive_from_its_fields(recipe: ModuleType) -> No
     made = recipe.dilated(3, 2)
     assert repr(made) == "dilated(3, 2)" and mask("dilated(3, step=2)") == made
     joined = heads([made & causal(), ~made])
-    assert unpack(*pack(joined)) == joined
+    assert from_text(*to_text(joined)) == joined
     with pytest.raises(MaskError, match="Did you mean dilated"):
         mask("dilatet(3, 2)")
 

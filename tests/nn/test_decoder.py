@@ -108,17 +108,17 @@ def test_a_cache_changes_nothing(mask, chunks):
         assert (torch.cat(parts, 1) - expected).abs().max() <= limit
 
 
-def test_only_a_contiguous_cache_passes_no_positions_to_attention(monkeypatch):
+def test_a_cache_attends_at_the_default_positions_where_they_are_its_own(monkeypatch):
     """Keys at 0 .. S-1, the new ones last, is what attention assumes by itself; anything else is told."""
-    from lowtri.nn import attention as multi_head
+    from lowtri.generation import cache as generation_cache
 
-    told, attend = [], multi_head.attention
+    told, attend = [], generation_cache.attention_over_cache
 
-    def watched(*inputs, **options):
-        told.append(options["q_positions"] is not None)
-        return attend(*inputs, **options)
+    def watched(*inputs):
+        told.append(inputs[-1].q is not None)
+        return attend(*inputs)
 
-    monkeypatch.setattr(multi_head, "attention", watched)
+    monkeypatch.setattr(generation_cache, "attention_over_cache", watched)
 
     def says(model, places=None, rows=1, crop=None):
         cache, ids = model.make_cache(rows), ids_of((rows, 80))[:, :60]
@@ -143,8 +143,8 @@ def test_only_a_contiguous_cache_passes_no_positions_to_attention(monkeypatch):
         for t in range(40):
             told.clear()
             parts.append(ring(ids_of((1, 40))[:, t : t + 1], cache=cache))
-            assert set(told) == {not cache.contiguous}
-        assert not cache.contiguous and cache.evicted > 20, "a ring"
+            assert set(told) == {cache.evicted > 0}
+        assert cache.evicted > 20, "a ring"
         expected, limit = logits_with_rounding(ring, ids_of((1, 40)))
         assert (torch.cat(parts, 1) - expected).abs().max() <= limit
 

@@ -13,9 +13,8 @@ from lowtri.backends import BACKENDS
 
 ENGINES = tuple(name for name in BACKENDS if name != "flex")  # which runs on a GPU only
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-TRACELESS = tuple(
-    name for name in ENGINES if name != "sdpa"
-)  # torch's own, called by name, cannot keep what is hidden from some apart
+# Torch's own, called by name, cannot keep what is hidden from some apart.
+TRACELESS = tuple(name for name in ENGINES if name != "sdpa")
 
 EPS = {name: torch.finfo(getattr(torch, name)).eps for name in DTYPES}
 
@@ -80,8 +79,10 @@ def pair_by_pair(
 ) -> tuple[Any, Any, Any]:
     """Output, weights and log-sum-exp in float64, in plain loops that ask the mask about one pair at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    (rows, heads, nq, d), (_, kv_heads, nk, dv) = q.shape, v.shape
+    rows, heads, nq = q.shape[:3]
+    kv_heads, nk, dv = v.shape[1:]
     mask = lowtri.mask(mask)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     where_q = np.broadcast_to(np.arange(nk - nq, nk) if q_positions is None else q_positions, (rows, nq))
     where_k = np.broadcast_to(np.arange(nk) if k_positions is None else k_positions, (rows, nk))
     added = (
@@ -89,17 +90,16 @@ def pair_by_pair(
         if bias is None
         else np.broadcast_to(np.asarray(bias, np.float64), (rows, heads, nq, nk))
     )
-    out, weights, lse = (
-        np.zeros((rows, heads, nq, dv)),
-        np.zeros((rows, heads, nq, nk)),
-        np.full((rows, heads, nq), -np.inf),
-    )
+    out = np.zeros((rows, heads, nq, dv))
+    weights = np.zeros((rows, heads, nq, nk))
+    lse = np.full((rows, heads, nq), -np.inf)
     for b, h, i in np.ndindex(rows, heads, nq):
-        one, of = mask.at(b, h), h // (heads // kv_heads)
+        one = mask.at(b, h)
+        of = h // (heads // kv_heads)
         scores = {}
         for j in range(nk):
             if one(int(where_q[b, i]), int(where_k[b, j])):
-                score = float(q[b, h, i] @ k[b, of, j]) * (1 / math.sqrt(d) if scale is None else scale)
+                score = float(q[b, h, i] @ k[b, of, j]) * scale
                 score = score if softcap is None else softcap * math.tanh(score / softcap)
                 scores[j] = score + added[b, h, i, j]
         everything = [*scores.values(), *([] if sinks is None else [float(sinks[h])])]
@@ -127,7 +127,8 @@ def near(found: Any, exact: Any, dtype: str, *, times: float = 64) -> bool:
     """
     if dtype in ("bfloat16", "float16"):
         times = 2 if times == 64 else 4
-    found, exact = wide(found), wide(exact)
+    found = wide(found)
+    exact = wide(exact)
     finite = np.abs(exact[np.isfinite(exact)])
     room = times * EPS[dtype] * max(1.0, float(finite.max(initial=0)))
     return bool(np.allclose(found, exact, rtol=0, atol=room, equal_nan=True))

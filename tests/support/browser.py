@@ -36,7 +36,8 @@ class Browser:
         if path is None:
             raise FileNotFoundError("no Chromium is installed: apt-get install chromium")
         self._profile = tempfile.TemporaryDirectory(prefix="lowtri-browser-", ignore_cleanup_errors=True)
-        (command_read, self._write), (self._read, events_write) = os.pipe(), os.pipe()
+        command_read, self._write = os.pipe()
+        self._read, events_write = os.pipe()
         # Chromium reads from descriptor 3 and writes to 4; the shell moves ours there, whatever their numbers are.
         script = f'exec "$@" 3<&{command_read} 4>&{events_write}'
         self._process = subprocess.Popen(
@@ -47,7 +48,8 @@ class Browser:
         )
         os.close(command_read)
         os.close(events_write)
-        self._buffer, self._number = b"", 0
+        self._buffer = b""
+        self._number = 0
         self.events: list[dict[str, Any]] = []
 
     def send(self, method: str, session: str | None = None, timeout: float = 60, **params: Any) -> dict[str, Any]:
@@ -143,7 +145,9 @@ class Page:
     """A tab."""
 
     def __init__(self, browser: Browser, session: str, target: str) -> None:
-        self.browser, self.session, self.target = browser, session, target
+        self.browser = browser
+        self.session = session
+        self.target = target
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         return self.browser.send(method, self.session, **params)
@@ -192,7 +196,8 @@ class Page:
         for event in self.browser.events:
             if event.get("sessionId") != self.session:
                 continue
-            method, params = event["method"], event["params"]
+            method = event["method"]
+            params = event["params"]
             if method == "Runtime.exceptionThrown":
                 found.append(params["exceptionDetails"].get("exception", {}).get("description", "exception"))
             elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):

@@ -30,9 +30,17 @@ def add(a: Array, b: Array) -> Two:
     return Two(total, (a - (total - other)) + (b - other))
 
 
+def _halves(x: Array) -> tuple[Array, Array]:
+    """Two numbers of half the bits whose sum is ``x``."""
+    scaled = _SPLIT * x
+    high = scaled - (scaled - x)
+    return high, x - high
+
+
 def multiply(a: Array, b: Array) -> Two:
     """The exact product of two float64 numbers."""
-    (a1, a2), (b1, b2) = ((s - (s - x), x - (s - (s - x))) for x in (a, b) for s in (_SPLIT * x,))
+    a1, a2 = _halves(a)
+    b1, b2 = _halves(b)
     product = a * b
     return Two(product, a2 * b2 - (((product - a1 * b1) - a2 * b1) - a1 * b2))
 

@@ -22,10 +22,14 @@ def visible(nq: int, nk: int, causal: bool, window: tuple[int, int]) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """One sequence: q (Nq, Hq, D), k and v (Nk, Hkv, D); the output (Nq, Hq, D) and the log-sum-exp (Hq, Nq)."""
-    causal, window = options.get("causal", False), options.get("window_size", (-1, -1))
+    causal = options.get("causal", False)
+    window = options.get("window_size", (-1, -1))
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))  # (H, N, D)
-    group, (nq, nk) = len(q) // len(k), (q.shape[1], k.shape[1])
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    group = len(q) // len(k)
+    nq = q.shape[1]
+    nk = k.shape[1]
+    k = k.repeat_interleave(group, 0)
+    v = v.repeat_interleave(group, 0)
     scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
     scores = q @ k.mT * scale  # (Hq, Nq, Nk)
     if cap := options.get("softcap", 0.0):
@@ -53,12 +57,14 @@ def batch(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tens
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """x (N, H, D) with its first 2 R entries turned as complex numbers."""
-    x, half = x.double().clone(), cos.shape[1]
+    x = x.double().clone()
+    half = cos.shape[1]
     first, second = (
         (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
     )
     turned = (
         torch.complex(x[..., first], x[..., second]) * torch.complex(cos.double(), sin.double())[positions][:, None]
     )
-    x[..., first], x[..., second] = turned.real, turned.imag
+    x[..., first] = turned.real
+    x[..., second] = turned.imag
     return x

@@ -10,7 +10,8 @@ import torch
 
 from lowtri.nn import Decoder, DecoderConfig, RecurrentLM
 
-BEGIN, END = "<|begin|>", "<|end|>"
+BEGIN = "<|begin|>"
+END = "<|end|>"
 CHAT = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"

@@ -123,7 +123,8 @@ class PositionedMask:
 
     def arguments(self) -> dict[str, Any]:
         """The positions as arguments of `attention`; empty where they are its default, which more backends run without a table."""
-        nq, nk = self.q.shape[1], self.k.shape[1]
+        nq = self.q.shape[1]
+        nk = self.k.shape[1]
         default = np.array_equal(self.k, np.arange(nk)[None]) and np.array_equal(self.q, np.arange(nk - nq, nk)[None])
         return {} if default and nq <= nk else {"q_positions": self.q, "k_positions": self.k}
 
@@ -134,7 +135,8 @@ class PositionedMask:
         """
         if allowed.all():
             return self
-        nq, nk = self.q.shape[1], allowed.shape[3]
+        nq = self.q.shape[1]
+        nk = allowed.shape[3]
         if allowed.shape[1:3] == (1, 1):
             return PositionedMask(self.mask, self.q, np.where(allowed[:, 0, 0], self.k, -1))
         pairs = self.visible() & allowed  # (B|1, H|1, Nq, Nk)
@@ -146,13 +148,16 @@ def band_mask(is_causal: bool | int, left: int, right: int) -> Mask:
     """The mask over positions that the three attributes describe."""
     after = 0 if is_causal else right
     if left < 0:
-        return full() if after < 0 else causal() if after == 0 else band(POSITION_MAX, after)
+        if after < 0:
+            return full()
+        return causal() if after == 0 else band(POSITION_MAX, after)
     return band(left, POSITION_MAX if after < 0 else after)
 
 
 def positions_of(q: Any, k: Any, past: int, nonpad: Any, mask: Mask) -> PositionedMask:
     """The positions of queries and keys: after the past, or at the end of each row's real keys."""
-    nq, nk = q.shape[2], k.shape[2]
+    nq = q.shape[2]
+    nk = k.shape[2]
     keys = np.arange(nk)[None]
     if nonpad is None:
         return PositionedMask(mask, past + np.arange(nq)[None], keys)
@@ -164,7 +169,8 @@ def positions_of(q: Any, k: Any, past: int, nonpad: Any, mask: Mask) -> Position
 
 def four_dimensions(attn_mask: Any, nk: int) -> Any:
     """attn_mask with four dimensions, its last as long as the keys: (B|1, H|1, Nq|1, Nk)."""
-    shape, name = tuple(attn_mask.shape), str(attn_mask.dtype).removeprefix("torch.")
+    shape = tuple(attn_mask.shape)
+    name = str(attn_mask.dtype).removeprefix("torch.")
     attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + shape)
     missing = nk - shape[-1]
     if not missing:
@@ -199,7 +205,8 @@ def append_to_past(past_key: Any, past_value: Any, k: Any, v: Any) -> tuple[int,
 
 def scores_of(q: Any, k: Any, scale: float | None, softcap: float | None) -> Any:
     """The scaled scores, capped where there is a softcap: (B, Hq, Nq, Nk), in at least float32."""
-    (rows, heads, nq, size), (kv_heads, nk) = q.shape, k.shape[1:3]
+    rows, heads, nq = q.shape[:3]
+    kv_heads, nk, size = k.shape[1:]
     if isinstance(q, np.ndarray):
         q, k = (x.astype(np.promote_types(x.dtype, np.float32), copy=False) for x in (q, k))
     else:
@@ -228,7 +235,9 @@ def work_dtype(q: Any, v: Any, precision: int | None) -> Any:
     """The dtype to compute in; NumPy's bfloat16 is a foreign type, and computed in float32."""
     if isinstance(q, np.ndarray):
         kind = np.promote_types(q.dtype, v.dtype)
-        return np.dtype(np.float64 if precision == 11 else np.float32 if kind.name == "bfloat16" else kind)
+        if precision == 11:
+            return np.dtype(np.float64)
+        return np.dtype(np.float32) if kind.name == "bfloat16" else kind
     return torch.float64 if precision == 11 else torch.promote_types(q.dtype, v.dtype)
 
 

@@ -25,8 +25,9 @@ from lowtri.integrations.flex import attention as flex_attention
 from lowtri.integrations.flex import masks as flex_masks
 from lowtri.integrations.transformers import attention as transformers_attention
 from lowtri.integrations.transformers import masks as transformers_masks
-from lowtri.masks import Mask
+from lowtri.masks import Mask, causal
 from lowtri.masks.tile import Truth
+from lowtri.ops import dense_tables
 
 Change = Callable[[Any], Any]  # from a function to the one that takes its place
 
@@ -56,12 +57,9 @@ class Fault:
         """While this lasts, the fault is there."""
         owner, name = self.where
         right = owner[name] if isinstance(owner, dict) else getattr(owner, name)
-        if isinstance(owner, dict):
-            with patch.dict(owner, {name: self.change(right)}):
-                yield
-        else:
-            with patch.object(owner, name, self.change(right)):
-                yield
+        change = patch.dict(owner, {name: self.change(right)}) if isinstance(owner, dict) else None
+        with patch.object(dense_tables, "_kept", ()), change or patch.object(owner, name, self.change(right)):
+            yield
 
 
 FAULTS: dict[str, Fault] = {}
@@ -97,10 +95,10 @@ def with_options(**changes: Any) -> Change:
 SDPA = "scaled_dot_product_attention"
 
 
-@fault("sdpa polarity", "five queries, 130 keys", SDPA, (sdpa_compatible, "table"), SDPA)
+@fault("sdpa polarity", "five queries, 130 keys", SDPA, (sdpa_compatible, "read_bools"), SDPA)
 def _(right: Any) -> Any:
     """True hides, as in nn.MultiheadAttention."""
-    return lambda visible: right(~visible)
+    return lambda visible, *sizes: right(~visible, *sizes)
 
 
 @fault("sdpa alignment", "aligned to the first key", SDPA, (sdpa_compatible, "attention"), f"{SDPA}, is_causal")
@@ -204,10 +202,10 @@ ATTEND = "transformers"
 FORMS = tuple(f"transformers, {form}" for form in ("bools", "-inf", "least"))
 
 
-@fault("large numbers hide", "bias of -100", "dense_mask", (dense_mask, "_visible"), "transformers, -inf")
+@fault("large numbers hide", "bias of -100", "dense_mask", (dense_mask, "read_numbers"), "transformers, -inf")
 def _(right: Any) -> Any:
     """Every number below -50 hides."""
-    return lambda mask, dtype, true_hides: right(mask, dtype, true_hides) & ((mask > -50) | (mask.dtype == torch.bool))
+    return lambda numbers, *args, **options: right(numbers.masked_fill(numbers < -50, -math.inf), *args, **options)
 
 
 @fault(
@@ -222,19 +220,19 @@ def _(right: Any) -> Any:
     return lambda *args: right(*args)._replace(bias=None)
 
 
-@fault("causal table", "aligned to the first key", "dense_mask", (dense_mask, "_simplest_mask"), "transformers, bools")
+@fault("causal table", "aligned to the first key", "dense_mask", (dense_tables, "simplest_mask"), "transformers, bools")
 def _(right: Any) -> Any:
     """A table whose first row shows one key is taken for the causal mask."""
 
     def wrong(visible: Any, nq: int, nk: int) -> Mask:
         triangle = np.arange(nk) <= np.arange(nq)[:, None]
         looks_causal = visible.shape[2:] == (nq, nk) and (visible == triangle).all()
-        return dense_mask.causal() if looks_causal else right(visible, nq, nk)
+        return causal() if looks_causal else right(visible, nq, nk)
 
     return wrong
 
 
-@fault("rows of a table", "padding left, 5 queries", "dense_mask", (dense_mask, "_simplest_mask"), *FORMS)
+@fault("rows of a table", "padding left, 5 queries", "dense_mask", (dense_tables, "simplest_mask"), *FORMS)
 def _(right: Any) -> Any:
     """The rows of a batch are exchanged."""
     return lambda visible, *sizes: right(visible[::-1], *sizes)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lowtri import masks as lt
 
 SIZE = 20  # the laws test positions below SIZE; arrays are shorter, so that positions past their end are tested too
-ROWS, HEADS = 2, 2  # of every batched mask
+ROWS = 2  # of every batched mask
+HEADS = 2
 
 Sees = Callable[[int, int, int, int], bool]  # (q, k, batch row, head) -> may q see k?
 
@@ -26,12 +27,18 @@ class Case:
     def __repr__(self) -> str:
         return f"<{self.mask!r}>"
 
+    @property
+    def ends(self) -> bool:
+        """Whether it raises for positions past its own: tables and trees."""
+        return any(name in repr(self.mask) for name in ("table(", "tree("))
+
     def table(self, q: list[int], k: list[int]) -> np.ndarray:
         """m.batch + (len(q), len(k)), pair by pair."""
         batch = self.mask.batch
         out = np.zeros((*batch, len(q), len(k)), bool)
         for place in np.ndindex(batch):
-            b, h = (*place, 0, 0)[:2]
+            at_zero = (*place, 0, 0)  # without a batch, or without heads
+            b, h = at_zero[:2]
             out[place] = [[i >= 0 and j >= 0 and self.sees(i, j, b, h) for j in k] for i in q]
         return out
 
@@ -41,7 +48,9 @@ small = st.integers(1, 12)
 
 @st.composite
 def formulas(draw: st.DrawFn) -> Case:
-    n, a, b = draw(small), draw(st.integers(0, 8)), draw(st.integers(0, 8))
+    n = draw(small)
+    a = draw(st.integers(0, 8))
+    b = draw(st.integers(0, 8))
     return draw(
         st.sampled_from(
             [
@@ -104,7 +113,8 @@ def array_masks(draw: st.DrawFn) -> Case:
 
     def sees(q: int, k: int, b: int, h: int) -> bool:
         table = bools
-        for index in (b, h)[: len(lead)]:
+        leading = (b, h)
+        for index in leading[: len(lead)]:
             table = table[min(index, len(table) - 1)]
         return bool(table[q, k]) == (kind == "table")
 
@@ -117,13 +127,57 @@ def even_keys(q, k):
 
 user_formula = st.just(Case(lt.where(even_keys), lambda q, k, *_: k % 2 == 0 or q == k, exact=False, text=False))
 
-exact_cases = st.one_of(formulas(), array_masks()).filter(lambda case: case.exact)
-single_masks = st.one_of(formulas(), array_masks(), user_formula)
+
+@st.composite
+def within_documents(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
+    """A mask within each document, by lengths or by ids of which none comes again."""
+    one, sizes = draw(inner), draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    ids = [number for number, size in enumerate(sizes) for _ in range(size)]
+    by_lengths = draw(st.booleans())
+    given = {"lengths": sizes, "open_end": True} if by_lengths else {"ids": [5 - i for i in ids]}
+
+    def sees(q: int, k: int, b: int, h: int) -> bool:
+        of_q, of_k = entry(ids, b, q), entry(ids, b, k)
+        start = ids.index(of_q)
+        return of_q == of_k and one.sees(q - start, k - start, b, h)
+
+    return Case(lt.documents(**given, inner=one.mask), sees, one.exact, one.text and by_lengths)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Case:
+    """Drafts up to the end of the positions that are tested: past them a tree raises."""
+    inner, start = draw(formulas()), draw(st.integers(0, SIZE - 1))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(SIZE - start)]
+
+    def path(draft: int) -> list[int]:
+        return [draft, *(path(parents[draft]) if parents[draft] >= 0 else [])]
+
+    def sees(q: int, k: int, b: int, h: int) -> bool:
+        if q < start:
+            return k < start and inner.sees(q, k, b, h)
+        above = path(q - start)
+        at = start + len(above) - 1
+        if k < start:
+            return inner.sees(at, k, b, h)
+        return k - start in above and inner.sees(at, start + len(path(k - start)) - 1, b, h)
+
+    return Case(lt.tree(parents, start, inner.mask), sees, exact=False)
+
+
+basic_masks = st.one_of(formulas(), array_masks(), user_formula, trees())
+single_masks = st.one_of(
+    basic_masks, within_documents(st.deferred(lambda: st.one_of(basic_masks, joined(basic_masks))))
+)
+exact_cases = st.one_of(formulas(), array_masks(), within_documents(st.one_of(formulas(), array_masks()))).filter(
+    lambda case: case.exact
+)
 
 
 @st.composite
 def joined(draw: st.DrawFn, inner: st.SearchStrategy[Case]) -> Case:
-    one, sign = draw(inner), draw(st.sampled_from("&|-~"))
+    one = draw(inner)
+    sign = draw(st.sampled_from("&|-~"))
     if sign == "~":
         return Case(~one.mask, lambda *at: not one.sees(*at), one.exact, one.text)
     two = draw(inner)
@@ -149,5 +203,5 @@ flat = st.recursive(single_masks, joined, max_leaves=5)
 cases = st.recursive(st.one_of(flat, flat, by_head(flat)), joined, max_leaves=2)
 """Any mask: with and without arrays, operators, batch rows, heads."""
 
-text_cases = st.recursive(st.one_of(formulas(), array_masks()).filter(lambda case: case.text), joined, max_leaves=5)
+text_cases = st.recursive(single_masks.filter(lambda case: case.text), joined, max_leaves=5)
 """Masks that can be written as a text."""

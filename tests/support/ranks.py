@@ -88,7 +88,8 @@ class Failed:
     """An exception on a process."""
 
     def __init__(self, error: BaseException) -> None:
-        self.kind, self.message = type(error).__name__, str(error)
+        self.kind = type(error).__name__
+        self.message = str(error)
         self.traceback = "".join(traceback.format_exception(error))
 
     def __repr__(self) -> str:

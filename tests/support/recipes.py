@@ -23,7 +23,8 @@ def blocks(title: str) -> list[str]:
 
 def copy_of_lowtri(folder: Path) -> Path:
     """The package in a copy of the checkout in this folder, which compiles the kernels that it changes."""
-    source, ignored = Path(lowtri.__file__).parent, shutil.ignore_patterns("__pycache__")
+    source = Path(lowtri.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(source.parents[1] / "tools", folder / "tools", ignore=ignored)
     return shutil.copytree(source, folder / "src" / "lowtri", ignore=ignored)
 

@@ -24,7 +24,8 @@ def movements(compute: Callable[[], Result], inputs: Iterable[Tensor], draws: in
 
     At least one unit of its own greatest number, which is itself rounded.
     """
-    inputs, before = list(inputs), compute()
+    inputs = list(inputs)
+    before = compute()
     kept = [x.detach().clone() for x in inputs]
     exact = [x.detach() for x in _tensors(before)]
     moved = [torch.finfo(x.dtype).eps * float(x.abs().max()) for x in exact]

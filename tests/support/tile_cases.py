@@ -15,7 +15,8 @@ def bf16(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 def inputs(shape: tuple[int, int, int, int], seed: int = 0) -> list[torch.Tensor]:
     """q (2, 4, Nq, D), k and v (2, 2, Nk, D and Dv), and the gradient of the output."""
-    nq, nk, d, dv = shape
+    nq, nk = shape[:2]
+    d, dv = shape[2:]
     shapes = ((2, 4, nq, d), (2, 2, nk, d), (2, 2, nk, dv), (2, 4, nq, dv))
     return [bf16(x, seed + i) for i, x in enumerate(shapes)]
 

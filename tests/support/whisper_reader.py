@@ -45,7 +45,8 @@ class _Reader:
     """Goes through the bytes from front to back."""
 
     def __init__(self, content: NDArray[np.uint8]) -> None:
-        self.content, self.at = content, 0
+        self.content = content
+        self.at = 0
 
     def raw(self, size: int) -> NDArray[np.uint8]:
         self.at += size
@@ -133,7 +134,8 @@ def _renamed(variables: dict[str, NDArray[Any]], sizes: dict[str, Any]) -> Itera
         yield f"model.{side}.embed_positions.weight", variables[f"{side}/position_encodings/encodings"]
         yield from norm(side, f"model.{side}.layer_norm")
         for i in range(sizes[f"{side}_layers"]):
-            ours, theirs = f"{side}/layer_{i}", f"model.{side}.layers.{i}"
+            ours = f"{side}/layer_{i}"
+            theirs = f"model.{side}.layers.{i}"
             yield from attention(f"{ours}/self_attention", f"{theirs}.self_attn")
             if side == "decoder":
                 yield from attention(f"{ours}/attention", f"{theirs}.encoder_attn")
@@ -147,7 +149,8 @@ def _tokens(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     config = json.loads((folder / "config.json").read_text("utf-8"))
     added = json.loads((folder / "tokenizer.json").read_text("utf-8"))["added_tokens"]
     ids = {token["content"]: token["id"] for token in added}
-    end, start = ids["<|endoftext|>"], ids["<|startoftranscript|>"]
+    end = ids["<|endoftext|>"]
+    start = ids["<|startoftranscript|>"]
     generation = {
         "is_multilingual": start != _ENGLISH_START,
         "lang_to_id": {name: at for name, at in ids.items() if at in config["lang_ids"]},

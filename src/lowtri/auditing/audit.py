@@ -35,6 +35,7 @@ from lowtri.errors import CallError
 from lowtri.extras import require
 from lowtri.masks import Mask, as_mask, causal
 from lowtri.masks.label_masks import check_row_lengths
+from lowtri.masks.tile import shown
 
 TRIALS: tuple[Trial, ...] = (  # in the order in which they run
     change,
@@ -241,7 +242,7 @@ def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
         for name in names.split():
             value = arguments.get(name)
             if name in arguments and not fits(value) and (value is not None or not expected.endswith("None")):
-                raise CallError(f"audit: {name}={value!r}, expected {expected}.")
+                raise CallError(f"audit: {name}={shown(value)}, expected {expected}.")
     for name in ("redraw", "compile"):
         if arguments.get(name):
             require(f"audit: {name}=", "torch")
@@ -266,8 +267,17 @@ def _check_memory(n: int) -> None:
         ) from None
 
 
-def _whole(least: float) -> Callable[[Any], bool]:
-    return lambda value: hasattr(value, "__index__") and not isinstance(value, bool) and operator.index(value) >= least
+def _whole(least: float, most: float = math.inf) -> Callable[[Any], bool]:
+    def is_one(value: Any) -> bool:
+        try:
+            return not isinstance(value, bool) and least <= operator.index(value) <= most
+        except TypeError:  # no whole number, or an array of several
+            return False
+
+    return is_one
+
+
+_MOST_IDS = 2**24  # they are drawn from a list of all of them: 128 MB
 
 
 # Arguments, what their values must be, and how an error says so; those that end with None may be None.
@@ -275,11 +285,15 @@ _EXPECTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("output step prefill alone", callable, "something to call, or None"),
     ("exact seed", _whole(0), "a whole number of at least 0"),
     ("draws", _whole(1), "a whole number of at least 1"),
-    ("vocab_size", _whole(2), "a whole number of at least 2, or None"),
+    ("vocab_size", _whole(2, _MOST_IDS), "a whole number between 2 and 2**24, or None"),
     ("layers", _whole(1), "a whole number of at least 1, or None"),
     ("length", _whole(0), "a whole number, 0 for no longer example, or None"),
     ("position_axis output_axis", _whole(-math.inf), "the number of an axis, or None"),
-    ("batch_axis", lambda value: value == "auto" or _whole(-math.inf)(value), 'the number of an axis, "auto" or None'),
+    (
+        "batch_axis",
+        lambda value: value == "auto" if isinstance(value, str) else _whole(-math.inf)(value),
+        'the number of an axis, "auto" or None',
+    ),
     ("train", lambda value: isinstance(value, bool), "True, False (eval mode alone) or None"),
     ("compile", lambda value: isinstance(value, bool), "True or False"),
     ("pad_mask", lambda value: isinstance(value, str) and value != "", "the name of a keyword of the model's, or None"),

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtri.auditing.audit import check_arguments, redrawn
 from lowtri.auditing.context import Context, Options, movement, vocabulary
@@ -68,15 +69,55 @@ def fitted(seen: Bools, care: Bools, labels: Any = None) -> InferredMask:
     """The simplest formula that agrees with `seen`, (1 or B, N, N), at the pairs `care`; else a table."""
     seen, care = np.broadcast_arrays(seen, care)
     atoms = list(_atoms(seen, care, labels))
-    for parts in range(1, _PARTS + 1):
-        for text, formula in _solutions(seen, care, atoms, parts):
-            text = f"causal & {text}" if text.startswith("window(") and parts == 1 else text
-            return InferredMask(formula, text, (), seen, text)
+    found = _simplest(seen, care, atoms) or _within_documents(seen, care, labels)
+    if found is not None:
+        text, formula = found
+        return InferredMask(formula, text, (), seen, text)
     wrong = [((atom.pairs != seen) & care) for atom in atoms]
     best = int(np.argmin([int(table.sum()) for table in wrong]))
     pairs = tuple((int(q), int(k)) for q, k in np.argwhere(wrong[best].any(axis=0)))
     formula = table(seen[0] if len(seen) == 1 or (seen == seen[:1]).all() else seen[:, None])
     return InferredMask(formula, repr(formula), (), seen, atoms[best].text, pairs)
+
+
+def _simplest(seen: Bools, care: Bools, atoms: Sequence[_Atom]) -> tuple[str, Mask] | None:
+    """The text and the formula of the fewest atoms, simplest first."""
+    for parts in range(1, _PARTS + 1):
+        for text, formula in _solutions(seen, care, atoms, parts):
+            return f"causal & {text}" if text.startswith("window(") and parts == 1 else text, formula
+    return None
+
+
+def _within_documents(seen: Bools, care: Bools, labels: Any) -> tuple[str, Mask] | None:
+    """A formula whose positions count from the start of each document: the documents are searched as the rows of a batch."""
+    if labels is None:
+        labels = _unconnected(seen, care)
+    begins = np.ones(labels.shape, bool)
+    begins[:, 1:] = labels[:, 1:] != labels[:, :-1]
+    come_again = any(len(set(row.tolist())) < count for row, count in zip(labels, begins.sum(1).tolist(), strict=True))
+    if not begins[:, 1:].any() or come_again or (seen & care & (labels[:, :, None] != labels[:, None, :])).any():
+        return None
+    rows, starts = np.nonzero(begins)
+    stops = np.append(starts[1:], 0)
+    stops = np.where(stops > starts, stops, labels.shape[1])
+    n = int((stops - starts).max())
+    own_seen, own_care = np.zeros((2, len(rows), n, n), bool)
+    for document, (row, start, stop) in enumerate(zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True)):
+        inside = slice(start, stop)
+        own_seen[document, : stop - start, : stop - start] = seen[row, inside, inside]
+        own_care[document, : stop - start, : stop - start] = care[row, inside, inside]
+    found = _simplest(own_seen, own_care, list(_atoms(own_seen, own_care, np.zeros((len(rows), n), int))))
+    if found is None:
+        return None
+    same = (labels == labels[:1]).all()
+    lengths = (stops - starts)[rows == 0].tolist()
+    formula = documents(lengths=lengths, inner=found[0]) if same else documents(labels, inner=found[0])
+    return repr(formula), formula
+
+
+def _unconnected(seen: Bools, care: Bools) -> NDArray[np.int64]:
+    """A number for each position, (1 or B, N), the same in each stretch that no measured pair crosses."""
+    return np.array([blocks(row & wanted) for row, wanted in zip(seen, care, strict=True)])
 
 
 def _solutions(seen: Bools, care: Bools, atoms: Sequence[_Atom], parts: int) -> Iterator[tuple[str, Mask]]:
@@ -132,7 +173,7 @@ def _atom(text: str, n: int) -> _Atom:
 def _documents(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
     """The documents of the labels, or those that no measured pair crosses."""
     if labels is None:
-        labels = np.array([blocks(row & wanted) for row, wanted in zip(seen, care, strict=True)])
+        labels = _unconnected(seen, care)
     if (labels == labels[:1]).all():
         lengths = [len(list(group)) for _, group in groupby(labels[0].tolist())]
         if len(lengths) < 2:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.errors import CallError
+from lowtri.masks.tile import shown
 
 Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
@@ -232,6 +233,11 @@ def read_example(
 def _sequence_keys(entries: dict[Hashable, Any], input: Any, position_axis: int | None) -> list[Hashable]:
     if input is not None:
         keys = list(input) if isinstance(input, (list, tuple)) else [input]
+        if not keys or not all(isinstance(name, str | int) for name in keys):
+            raise CallError(
+                f"audit: input={shown(input)}; expected the name or number of an entry of the example, or a list of them.\n"
+                f"Fix: of {sorted(map(str, entries))}; input=None finds it."
+            )
         missing = [name for name in keys if name not in entries]
         if missing:
             raise CallError(
@@ -294,7 +300,14 @@ def _batch_axis(array: Array, axis: int, requested: int | str | None) -> int | N
 def _as_array(value: Any, name: str) -> Array:
     if getattr(value, "is_meta", False):
         raise CallError(f"audit: {name} is on the device meta, which stores no values.\nFix: give it with its values.")
+    if _is_tensor(value) and "strided" not in str(value.layout):
+        raise CallError(f"audit: {name} is a {value.layout} tensor, not a dense one.\nFix: {name}.to_dense().")
     array = _maybe_array(value)
+    if array is not None and array.dtype.kind not in "biufc":
+        raise CallError(
+            f"audit: {name} holds {array.dtype} {array.shape}, not numbers.\n"
+            "Fix: give ids (N,) or (B, N), or vectors (N, D) or (B, N, D)."
+        )
     if array is None:
         raise CallError(
             f"audit: {name} is a {type(value).__name__}, not an array of token ids or of vectors.\n"
@@ -305,7 +318,7 @@ def _as_array(value: Any, name: str) -> Array:
 
 def _maybe_array(value: Any) -> Array | None:
     if _is_tensor(value):
-        if value.is_meta:
+        if value.is_meta or "strided" not in str(value.layout):
             return None
         tensor = value.detach().cpu()
         value = (tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor).numpy()

@@ -20,11 +20,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from lowtri.ops.call import Call, Inputs, Positions, Result
 
-__all__ = ["BACKENDS", "Backend", "GradientSource", "Prepared"]
+__all__ = ["BACKENDS", "Backend", "Drawn", "GradientSource", "Prepared"]
 
 BACKENDS = ("cpu", "sdpa", "flex", "formula", "reference")
 
@@ -40,6 +40,13 @@ class GradientSource(Enum):
     """``gradients`` needs the ``state`` of the result."""
     FORMULA = "formula"
     """All gradients are those of the formula, in float64."""
+
+
+class Drawn(NamedTuple):
+    """The state of a call with dropout: the seed that it drew, and what the backend's own gradients need besides."""
+
+    seed: int
+    state: Any = None
 
 
 class Prepared(ABC):
@@ -78,7 +85,7 @@ class Prepared(ABC):
         """The gradients of the inputs, None where none is needed, in any dtype.
 
         Args:
-            state: of the result; for ``GradientSource.LSE`` the log-sum-exp, (1, B, Hq, Nq), serves, too.
+            state: of the result; for ``GradientSource.LSE`` the log-sum-exp, (1, B, Hq, Nq), serves, too, without dropout.
             d_output, d_lse: the gradients of the output and of the log-sum-exp.
         """
         raise NotImplementedError

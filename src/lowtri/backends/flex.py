@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.backends import GradientSource, Prepared
-from lowtri.masks.plan import TILE_Q, Plan, key_ranges, keys_seen, queries_that_see, row_of_runs, tile_patterns
+from lowtri.masks.plan import TILE_Q, Plan, row_of_runs
+from lowtri.masks.ranges import key_ranges, keys_seen, queries_that_see, tile_patterns
 from lowtri.masks.tile import FULL
 from lowtri.ops.call import Call, Inputs, Result
 
@@ -65,6 +66,7 @@ def why_not(call: Call) -> str | None:
         "there is nothing to attend to": 0 in (*call.q.shape, *call.v.shape),
         "it does not drop weights": bool(call.dropout),
         "it does not return weights": call.return_weights,
+        "it does not return what keys received": call.return_received,
         "it takes a bias of all pairs, not of distances": call.distance_low is not None,
         "its kernels have no float64": call.dtype == "float64",
         f"its kernels take head sizes from {_LEAST_SIZE} on": min(d, dv) < _LEAST_SIZE,

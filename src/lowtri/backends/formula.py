@@ -22,11 +22,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtri.backends import GradientSource, Prepared
+from lowtri.errors import CallError
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.dropout import kept_scale, kept_tensor, new_seed
 from lowtri.ops.tensors import loop_over_vmapped_grads, transformation
 
-__all__ = ["Tile", "Tiles", "name", "prepare", "supports"]
+__all__ = ["Tile", "Tiles", "name", "no_gradient_of_received", "prepare", "supports"]
 
 name = "formula"
 
@@ -53,10 +55,14 @@ class Tiles(Prepared):
         score_mod: applied to the scaled scores of a tile (B, Hq, n, Nk) and the tile (first query, one past the last, and the same
             of its keys), before the mask; torch differentiates it, with all tensors that it reads. At hidden pairs it is applied to
             0, and its result is not used.
+        seed: of the dropout, which each run else draws.
     """
 
-    def __init__(self, call: Call, score_mod: Callable[[Tensor, Tile], Tensor] | None = None) -> None:
+    def __init__(
+        self, call: Call, score_mod: Callable[[Tensor, Tile], Tensor] | None = None, seed: int | None = None
+    ) -> None:
         self.call, self.score_mod, self._table = call, score_mod, None
+        self.seed = None if seed is None else torch.tensor(seed)
         batch, heads, _, nq, nk, *_ = call.sizes
         size = max(TILE_Q, _SCORES_IN_TILE // max(1, batch * heads * nk) // TILE_Q * TILE_Q)
         starts = range(0, nq, size) if nq else [0]
@@ -87,19 +93,32 @@ class Tiles(Prepared):
             return self._run(inputs)
         with torch.no_grad():
             result = self._run(Inputs(*(None if x is None else _as_tensor(x) for x in inputs)))
-        return Result(*(None if x is None else x.numpy() for x in (result.output, result.weights, result.lse)))
+        return Result(*(None if x is None else x.numpy() for x in result))
 
     def _run(self, inputs: Inputs) -> Result:
         # Tiles are recomputed for their gradients; torch.func does not support that.
         recompute = len(self.tiles) > 1 and torch.is_grad_enabled() and transformation() is None
+        seed = self.seed
+        if self.call.dropout and seed is None:
+            seed = torch.as_tensor(new_seed(self.call.is_numpy))
         parts = []
         # Last tile first: under a causal mask it has the most keys, and the others fit into the memory that it frees.
         for tile in reversed(self.tiles):
-            arguments: Any = (self, tile, *_slices(inputs, self.call.distance_low is None, *tile))
+            arguments: Any = (self, tile, seed, *_slices(inputs, self.call.distance_low is None, *tile))
             parts.append(checkpoint(_attend, *arguments, use_reentrant=False) if recompute else _attend(*arguments))
-        outputs, weights, lses = zip(*parts[::-1], strict=True)
-        all_weights = torch.cat(weights, 2) if self.call.return_weights else None
-        return Result(torch.cat(outputs, 2), all_weights, torch.cat(lses, 2))
+        outputs, weights, lses, sums = zip(*parts[::-1], strict=True)
+        all_weights = _joined(weights) if self.call.return_weights else None
+        all_lses = _joined(lses) if self.call.return_lse else None
+        received = None
+        if self.call.return_received:
+            received = WithoutGradient.apply(torch.stack(sums).sum(0))
+        return Result(_joined(outputs), all_weights, all_lses, received=received)
+
+
+def _joined(parts: Any) -> Tensor:
+    """The results of all tiles, along the queries."""
+    whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    return whole
 
 
 def _key_range(plan: Plan, start: int, stop: int) -> tuple[int, int]:
@@ -125,55 +144,90 @@ def _slices(inputs: Inputs, by_pairs: bool, q0: int, q1: int, k0: int, k1: int) 
 def _attend(
     prepared: Tiles,
     tile: Tile,
+    seed: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """One tile of queries and the keys that they may see; the query heads of a group are stacked as rows."""
-    # Made here, so that a tile that will be recomputed does not hold its table meanwhile.
-    call, visible = prepared.call, prepared.visible(tile, q.device)  # (B|1, Hq|1, n, Nk)
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """One tile of queries and the keys that they may see; the query heads of a group are stacked as rows.
+
+    Returns the output, the weights with all keys, the log-sum-exp, and the weights' sums over the queries for all keys; None for
+    what is not returned.
+    """
+    call = prepared.call
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     kv_heads, group, n = k.shape[1], call.group, q.shape[2]
+    # Made here, so that a tile that will be recomputed does not hold its table meanwhile. None: every query sees every key.
+    visible = None if call.shows_all else prepared.visible(tile, q.device)  # (B|1, Hq|1, n, Nk)
 
     def rows(x: Tensor) -> Tensor:  # (B, Hq, n, ...) -> (B, Hkv, group * n, ...)
-        return x.unflatten(1, (kv_heads, group)).flatten(2, 3)
+        return x if group == 1 else x.unflatten(1, (kv_heads, group)).flatten(2, 3)
 
     def heads(x: Tensor) -> Tensor:  # (B, Hkv, group * n, ...) -> (B, Hq, n, ...)
-        return x.unflatten(2, (group, n)).flatten(1, 2)
+        return x if group == 1 else x.unflatten(2, (group, n)).flatten(1, 2)
 
     shown = visible  # (B|1, Hkv|1, group * n, Nk)
-    if group > 1:
+    if group > 1 and visible is not None:
         shown = visible.repeat(1, 1, group, 1) if visible.shape[1] == 1 else rows(visible)
-    s = heads(VisibleScores.apply(rows(q.to(wide)), k.to(wide), shown)) * call.scale  # (B, Hq, n, Nk)
+    s = heads(_applied(VisibleScores, rows(q.to(wide)), k.to(wide), shown))  # (B, Hq, n, Nk)
+    s = s * call.scale if s.requires_grad or transformation() is not None else s.mul_(call.scale)
     if call.softcap is not None:
         s = call.softcap * torch.tanh(s / call.softcap)
     if bias is not None:
         s = s + (bias if call.distance_low is None else call.bias_of_pairs(bias, *tile)).to(wide)
     if prepared.score_mod is not None:
         s = prepared.score_mod(s, tile).to(wide)
-    s = s.masked_fill(~visible, -torch.inf)
+    if visible is not None:
+        s = s.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.to(wide)[None, :, None, None].expand(*s.shape[:3], 1)], dim=3)
-    # A query that sees nothing gets scores of 0 before the softmax and weights of 0 after it: no NaN, no gradient.
-    nothing = (s == -torch.inf).all(dim=3, keepdim=True)
-    s = s.masked_fill(nothing, 0)
-    if s.shape[3]:
-        lse = torch.logsumexp(s, dim=3).masked_fill(nothing[..., 0], -torch.inf)
-        weights = torch.softmax(s, dim=3)[..., : k.shape[2]].masked_fill(~visible | nothing, 0).to(dtype)
-    else:
-        lse, weights = s.new_full(s.shape[:3], -torch.inf), s.to(dtype)
-    used = torch.nn.functional.dropout(weights, call.dropout) if call.dropout else weights
+    exact, lse, nothing = _softmax(s, visible, k.shape[2], call.return_lse)
+    used = weights = exact.to(dtype)
+    if call.dropout:
+        assert seed is not None, "a run with dropout draws one"
+        q0, q1, k0, k1 = tile
+        of_tile = call.q_positions[:, q0:q1], call.k_positions[:, k0:k1]
+        kept = kept_tensor(seed.to(q.device), call.dropout, (weights.shape[0], weights.shape[1]), *of_tile)
+        used = (weights * kept_scale(call.dropout)) * kept
     if bias is not None or prepared.score_mod is not None:  # a row whose scores are -inf everywhere sees nothing
-        hidden = (s[..., : k.shape[2]] == -torch.inf).all(dim=3, keepdim=True) | nothing
-        shown = rows((visible & ~hidden).expand(q.shape[0], kv_heads * group, -1, -1))
-    output = heads(VisibleSum.apply(rows(used.to(wide)), v.to(wide), shown)).to(dtype)
-    if call.return_weights:
-        _, _, k0, k1 = tile
-        weights = torch.nn.functional.pad(weights, (k0, call.k.shape[2] - k1))
-        return output, weights, lse
-    return output, None, lse
+        some = ~((s[..., : k.shape[2]] == -torch.inf).all(dim=3, keepdim=True) | nothing)
+        some = some if visible is None else visible & some
+        shown = rows(some.expand(q.shape[0], kv_heads * group, -1, k.shape[2]))
+    output = heads(_applied(VisibleSum, rows(used.to(wide)), v.to(wide), shown)).to(dtype)
+    _, _, k0, k1 = tile
+    others = k0, call.k.shape[2] - k1
+    all_weights = _with_others(weights, others) if call.return_weights else None
+    received = _with_others(exact.sum(2), others) if call.return_received else None
+    return output, all_weights, lse, received
+
+
+def _with_others(weights: Tensor, others: tuple[int, int]) -> Tensor:
+    """Weights of a tile with the zeros of so many keys before and behind it."""
+    return torch.nn.functional.pad(weights, others) if any(others) else weights
+
+
+def _softmax(s: Tensor, visible: Tensor | None, nk: int, return_lse: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The weights of the ``nk`` keys, the log-sum-exp if it is returned, and which queries see nothing (..., 1).
+
+    A query that sees nothing gets scores of 0 before the softmax and weights of 0 after it: no NaN, no gradient.
+    """
+    if not s.shape[3]:
+        lse = s.new_full(s.shape[:3], -torch.inf) if return_lse else None
+        return s, lse, s.new_ones((*s.shape[:3], 1), dtype=torch.bool)
+    nothing = s.detach().amax(dim=3, keepdim=True) == -torch.inf
+    some = transformation() is not None or bool(nothing.any())  # torch.func has no data-dependent branches
+    if some:
+        s = s.masked_fill(nothing, 0)
+    lse = torch.logsumexp(s, dim=3) if return_lse else None
+    if some and lse is not None:
+        lse = lse.masked_fill(nothing[..., 0], -torch.inf)
+    weights = torch.softmax(s, dim=3)[..., :nk]
+    if some:
+        weights = weights.masked_fill(nothing, 0)
+    # Hidden scores have the weight 0 already, but for those of a query that sees a NaN.
+    return weights if visible is None else weights.masked_fill(~visible, 0), lse, nothing
 
 
 def _as_tensor(array: Any) -> Tensor:
@@ -182,29 +236,67 @@ def _as_tensor(array: Any) -> Tensor:
     return torch.from_numpy(array)
 
 
-class VisibleScores(torch.autograd.Function):
-    """q k^T at visible pairs, 0 at hidden ones.  q (B, H, M, D), k (B, H, N, D), visible broadcasts to (B, H, M, N)."""
+def no_gradient_of_received() -> CallError:
+    """What a backward through received weights raises."""
+    return CallError(
+        "attention: the result of return_received=True has no gradient, and a gradient of it is asked for.\n"
+        "Fix: .detach() it; or return_weights=True, and the sum of the weights over the queries."
+    )
+
+
+class WithoutGradient(torch.autograd.Function):
+    """A result that is not differentiated: a gradient that reaches it raises, instead of being lost in silence."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-        return _product(q, k.transpose(2, 3)).masked_fill(~visible, 0)
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise no_gradient_of_received()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Any:
+        raise no_gradient_of_received()
+
+
+class VisibleScores(torch.autograd.Function):
+    """q k^T at visible pairs, 0 at hidden ones.
+
+    q (B, H, M, D), k (B, H, N, D); visible broadcasts to (B, H, M, N), or None: every pair.
+    """
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
+        scores = _product(q, k.transpose(2, 3))
+        return scores if visible is None else scores.masked_fill(~visible, 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         q, k, visible = inputs
-        if transformation() is None and not q.isfinite().all():  # torch.func has no data-dependent branches
+        is_plain = transformation() is None  # torch.func has no data-dependent branches
+        if is_plain and not (math.isfinite(q.sum().item()) or q.isfinite().all()):
             # An infinite query whose visible scores are all -inf sees nothing: it adds 0 to the gradients of keys, not 0 * inf.
-            visible = visible & (output.masked_fill(~visible, -torch.inf) != -torch.inf).any(dim=3, keepdim=True)
+            scores = output if visible is None else output.masked_fill(~visible, -torch.inf)
+            some = (scores != -torch.inf).any(dim=3, keepdim=True)
+            visible = some.expand(output.shape) if visible is None else visible & some
         _save(ctx, (q, k, visible))
 
     @staticmethod
     @loop_over_vmapped_grads
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, visible = ctx.saved_tensors
-        grad = grad.masked_fill(~visible, 0)
+        if visible is not None:
+            grad = grad.masked_fill(~visible, 0)
         return (
             VisibleSum.apply(grad, k, visible),
-            VisibleSum.apply(grad.transpose(2, 3), q, visible.transpose(2, 3)),
+            VisibleSum.apply(grad.transpose(2, 3), q, _transposed(visible)),
             None,
         )
 
@@ -218,16 +310,20 @@ class VisibleScores(torch.autograd.Function):
 
 
 class VisibleSum(torch.autograd.Function):
-    """w x over visible pairs only.  w (B, H, M, N), 0 where hidden; x (B, H, N, D)."""
+    """w x over visible pairs only.  w (B, H, M, N), 0 where hidden; x (B, H, N, D); visible as of :class:`VisibleScores`."""
 
     @staticmethod
-    def forward(w: Tensor, x: Tensor, visible: Tensor) -> Tensor:
+    def forward(w: Tensor, x: Tensor, visible: Tensor | None) -> Tensor:
+        if math.isfinite(x.sum().item()):  # one pass; of huge numbers it overflows, and all are looked at
+            return _product(w, x)
         non_finite = ~x.isfinite().all(dim=3)  # (B, H, N)
         if not non_finite.any():
             return _product(w, x)
         out = _product(w, x.masked_fill(non_finite[..., None], 0))
         for j in non_finite.any(dim=0).any(dim=0).nonzero()[:, 0].tolist():
-            affected = visible[..., j, None] & non_finite[:, :, j, None, None]  # (B, H, M, 1)
+            affected = non_finite[:, :, j, None, None]
+            if visible is not None:
+                affected = affected & visible[..., j, None]  # (B, H, M, 1)
             out = out + (w[..., j, None] * x[:, :, None, j]).masked_fill(~affected, 0)
         return out
 
@@ -241,7 +337,7 @@ class VisibleSum(torch.autograd.Function):
         w, x, visible = ctx.saved_tensors
         return (
             VisibleScores.apply(grad, x, visible),
-            VisibleSum.apply(w.transpose(2, 3), grad, visible.transpose(2, 3)),
+            VisibleSum.apply(w.transpose(2, 3), grad, _transposed(visible)),
             None,
         )
 
@@ -252,6 +348,18 @@ class VisibleSum(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
         return _in_one_batch(VisibleSum, info.batch_size, dims, inputs), 0
+
+
+def _transposed(visible: Tensor | None) -> Tensor | None:
+    return None if visible is None else visible.transpose(2, 3)
+
+
+def _applied(function: Any, a: Tensor, b: Tensor, visible: Tensor | None) -> Tensor:
+    """``function.apply``; without a gradient the product alone: torch binds the arguments by name, which takes 100 microseconds."""
+    records = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    apply = function.apply if records or transformation() is not None else function.forward
+    product: Tensor = apply(a, b, visible)
+    return product
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -267,12 +375,15 @@ def _product_rule(function: Any, saved: tuple[Tensor, ...], da: Tensor | None, d
     return sum(parts[1:], parts[0]) if parts else None
 
 
-def _in_one_batch(function: Any, size: int, dims: tuple[int | None, ...], inputs: tuple[Tensor, ...]) -> Tensor:
+def _in_one_batch(function: Any, size: int, dims: tuple[int | None, ...], inputs: tuple[Tensor | None, ...]) -> Tensor:
     """Apply the function once, with the dimension that torch.vmap maps over joined to the batch; returns (size, B, ...)."""
-    first = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(inputs, dims, strict=True)]
-    rows = max(x.shape[0 if dim is None else 1] for x, dim in zip(first, dims, strict=True))
-    joined = []
+    first = [x if x is None or dim is None else x.movedim(dim, 0) for x, dim in zip(inputs, dims, strict=True)]
+    rows = max(x.shape[0 if dim is None else 1] for x, dim in zip(first, dims, strict=True) if x is not None)
+    joined: list[Tensor | None] = []
     for x, dim in zip(first, dims, strict=True):
+        if x is None:
+            joined.append(None)
+            continue
         each = x[None] if dim is None else x  # (size | 1, B | 1, ...)
         joined.append(each.expand(size, rows, *each.shape[2:]).flatten(0, 1))
     product: Tensor = function.apply(*joined)

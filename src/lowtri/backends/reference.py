@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.backends import GradientSource, Prepared
+from lowtri.backends import Drawn, GradientSource, Prepared
 from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.dropout import kept, kept_scale, new_seed
 
 __all__ = ["Steps", "attend", "name", "prepare", "supports"]
 
@@ -25,8 +26,8 @@ Floats = NDArray[np.float64]
 
 
 def supports(call: Call) -> str | None:
-    """Reject dropout, and tensors that NumPy cannot read."""
-    return "dropout draws at random, and the definition does not" if call.dropout else call.transformation
+    """Reject tensors that NumPy cannot read."""
+    return call.transformation
 
 
 def prepare(call: Call) -> Prepared:
@@ -49,20 +50,34 @@ class _Definition(Prepared):
         q, k, v, bias, sinks = map(_in_float64, inputs)
         if call.distance_low is not None:
             bias = call.bias_of_pairs(bias)
-        steps = attend(q, k, v, call.visible(), scale=call.scale, softcap=call.softcap, bias=bias, sinks=sinks)
+        options: Any = {"scale": call.scale, "softcap": call.softcap, "bias": bias, "sinks": sinks}
+        state = None
+        if call.dropout:
+            state = Drawn(int(new_seed(call.is_numpy)))
+            batch, heads, *_ = call.sizes
+            is_kept = kept(state.seed, call.dropout, (batch, heads), call.q_positions, call.k_positions)
+            options["dropout"] = is_kept * kept_scale(call.dropout)
+        steps = attend(q, k, v, call.visible(), **options)
+        received = steps.weights.sum(axis=2) if call.return_received else None
         if call.is_numpy:
+            at_least = np.promote_types(like.dtype, np.float32)
             with np.errstate(all="ignore"):  # a small weight becomes 0 in a narrower dtype
                 return Result(
                     steps.output.astype(like.dtype),
                     steps.weights.astype(like.dtype),
-                    steps.lse.astype(np.promote_types(like.dtype, np.float32)),
+                    steps.lse.astype(at_least),
+                    state,
+                    None if received is None else received.astype(at_least),
                 )
         import torch
 
         at_least_32 = torch.promote_types(like.dtype, torch.float32)
         output = torch.from_numpy(steps.output).to(like)
         weights = torch.from_numpy(steps.weights).to(like)
-        return Result(output, weights, torch.from_numpy(steps.lse).to(like.device, at_least_32))
+        lse, sums = (
+            None if x is None else torch.from_numpy(x).to(like.device, at_least_32) for x in (steps.lse, received)
+        )
+        return Result(output, weights, lse, state, sums)
 
 
 def _in_float64(x: Any) -> Any:
@@ -84,7 +99,7 @@ class Steps:
     scaled: Floats  # times scale
     capped: Floats  # softcap * tanh(scaled / softcap)
     masked: Floats  # plus bias; -inf where hidden
-    weights: Floats  # softmax over the keys; exactly 0 where hidden
+    weights: Floats  # softmax over the keys, before dropout; exactly 0 where hidden
     lse: Floats  # (B, Hq, Nq), log-sum-exp of a row of masked (and its sink)
     output: Floats  # (B, Hq, Nq, Dv)
     scale: float
@@ -101,6 +116,7 @@ def attend(
     softcap: float | None = None,
     bias: Floats | None = None,
     sinks: Floats | None = None,
+    dropout: Floats | None = None,
 ) -> Steps:
     """Attention, step by step.
 
@@ -112,6 +128,7 @@ def attend(
     Args:
         q: (B, Hq, Nq, D).  k: (B, Hkv, Nk, D).  v: (B, Hkv, Nk, Dv).
         visible: True = may see; broadcasts to (B, Hq, Nq, Nk).  bias: the same, numbers.  sinks: (Hq,).
+        dropout: what each weight is multiplied by for the output; the same shape.
     """
     group = q.shape[1] // max(1, k.shape[1])
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
@@ -130,7 +147,7 @@ def attend(
         row_sum = exps.sum(axis=3, keepdims=True)
         weights = np.where(visible, (exps / np.where(row_sum == 0, 1, row_sum))[..., : k.shape[2]], 0)
         lse = (row_max + np.log(row_sum))[..., 0]
-        output = _sum_visible(weights, v, visible)
+        output = _sum_visible(weights if dropout is None else weights * dropout, v, visible)
     return Steps(q, k, v, visible, scores, scaled, capped, masked, weights, lse, output, scale, softcap)
 
 

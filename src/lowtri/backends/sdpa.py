@@ -36,6 +36,7 @@ def supports(call: Call) -> str | None:
         "it takes a bias of all pairs, not of distances": call.distance_low is not None,
         "it does not return weights": call.return_weights,
         "it does not return log-sum-exp": call.return_lse,
+        "it does not return what keys received": call.return_received,
         "there is nothing to attend to": 0 in (*call.q.shape, *call.v.shape),
     }
     return next((reason for reason, holds in missing.items() if holds), None)

@@ -208,16 +208,16 @@ def mask(
     What a mask shows and hides: the picture, how many pairs are visible, and whether the future stays hidden.
 
     Masks are causal, full, window(n), band(before, after), first(n), documents(lengths=[...]), chunks(n), strided(n),
-    keys(lengths=[...]) and heads([...]), joined by & | ~ - and parentheses. Beyond 64 positions a cell of the picture
+    tree([...]), keys(lengths=[...]) and heads([...]), joined by & | ~ - and parentheses. Beyond 64 positions a cell of the picture
     is a square of positions: full block visible, shaded partly, dot hidden. --tokens are cut at spaces, and by characters
     where their script has none (Thai, Chinese, Japanese).
     """
     from lowtri.errors import DataError
     from lowtri.masks import mask as mask_of
     from lowtri.masks.label_masks import check_row_lengths
-    from lowtri.masks.picture import picture_size
     from lowtri.pictures.grids import MAX_CELLS
     from lowtri.pictures.labels import split
+    from lowtri.pictures.masks import picture_size
 
     drawings = {"--ticks": ticks, "--numbers": numbers, "--latex": latex}
     if json:

@@ -15,7 +15,8 @@ def bench(threads: Annotated[int, option("Threads to compute with.", min=1)] = 1
     lowtri bench --threads 2 --json
 
     How fast masked attention is on this machine: causal, under a window, and with gradients, in float32 and bf16. lowtri's kernels and
-    torch's attention run interleaved, medians are shown, beside the most that the CPU can do. Under a minute on an idle machine.
+    torch's attention run interleaved, medians are shown, beside the most that the CPU can do; then a call through the functions of each
+    installed library, on lowtri and on its own attention. Under a minute on an idle machine.
 
     Outputs are compared before anything is timed. Exit code 3: they differ, so nothing was timed.
     """
@@ -30,11 +31,14 @@ def bench(threads: Annotated[int, option("Threads to compute with.", min=1)] = 1
             f"bench: --threads is {threads}, but this process may use {cpus()} CPUs. Fix: at most {cpus()}."
         )
     from lowtri.benching import CALLS, as_json, as_text, facts, headline, measure
+    from lowtri.integrations.measured import libraries_json, libraries_text, measure_libraries
 
     machine = facts(threads)
     note(headline(machine))
     rows = list(measure(CALLS, threads=threads, progress=note))
-    print_result(as_json(rows, machine), as_text(rows, machine), json)
+    libraries = list(measure_libraries(threads, progress=note))
+    result = as_json(rows, machine) | {"libraries": libraries_json(libraries)}
+    print_result(result, f"{as_text(rows, machine)}\n\n{libraries_text(libraries)}", json)
 
 
 def doctor(

@@ -107,9 +107,11 @@ def _report(error: BaseException) -> int:
         _print_error(f"{error.filename}: {error.strerror or error}")
         return 2
     if isinstance(error, OSError) and (error.errno in _DISK_FULL or is_about_space(error)):
-        reason, fix = error.strerror, "make room, or write it elsewhere"
+        reason = error.strerror
+        fix = "make room, or write it elsewhere"
         if trouble := temporary_folder_trouble():
-            reason, fix = trouble, TEMPORARY_FIX
+            reason = trouble
+            fix = TEMPORARY_FIX
         _print_error(f"the result, or a file, cannot be written: {reason}. Fix: {fix}")
         return 2
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is torch's RuntimeError

@@ -103,7 +103,9 @@ def generate(
             f"the prompt is empty, and {model} has no token that begins a text. Fix: at least one character"
         )
     _check_mask(network, mask, ids, max_new_tokens)
-    started, times, pieces = time.perf_counter(), [], Pieces(tokenizer, ids)
+    pieces = Pieces(tokenizer, ids)
+    times: list[float] = []
+    started = time.perf_counter()
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed or 0}
     tokens = lowtri.generate(network, ids, max_new_tokens, tokenizer=tokenizer, cached=not no_cache, **options)
 
@@ -197,7 +199,8 @@ def _prompt(argument: str | None, file: Path | None) -> str:
 
 def _figures(times: list[float], started: float, prompt: int) -> dict[str, Any]:
     """Counts and tokens a second. The first new token belongs to the prompt: it needs no step of its own."""
-    now, steps = time.perf_counter(), len(times) - 1
+    now = time.perf_counter()
+    steps = len(times) - 1
     first, last = (times[0], times[-1]) if times else (now, now)
     return {
         "tokens": len(times),
@@ -222,7 +225,8 @@ def _until(pieces: Iterable[str], stops: list[str]) -> Iterator[str]:
     >>> list(_until(["a", "b", "c", "d"], ["cx", "bc"]))
     ['a']
     """
-    pending, longest = "", max(map(len, stops), default=0)
+    pending = ""
+    longest = max(map(len, stops), default=0)
     for piece in pieces:
         pending += piece
         ends = [start for stop in stops if (start := pending.find(stop)) >= 0]

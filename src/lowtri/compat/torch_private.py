@@ -13,9 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import (
-    TorchDispatchMode as TorchDispatchMode,
-)  # documented in "Extending PyTorch", without a public module
+
+# Documented in "Extending PyTorch", without a public module.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from lowtri.compat.tested import tried_range
 from lowtri.errors import EngineError
@@ -74,9 +74,8 @@ def dispatch_key_set(*names: str) -> int:
 # () -> the level of forward-mode differentiation, -1 outside of it; publicly only a dual tensor shows it
 forward_level = partial(getattr, forward_ad, "_current_level", -1)
 
-is_zero_tensor = _private(
-    "Tensor._is_zerotensor", lambda x: False
-)  # (tensor) -> zeros without memory, as autograd makes them
+# (tensor) -> zeros without memory, as autograd makes them.
+is_zero_tensor = _private("Tensor._is_zerotensor", lambda x: False)
 
 
 def is_fake(x: Any) -> bool:
@@ -106,9 +105,8 @@ scaled_dot_product_attention = _private(
 
 is_batched = _private("_C._functorch.is_legacy_batchedtensor", lambda x: False)  # (tensor) -> bool
 in_batch = _private("_add_batch_dim")  # (tensor, dimension, level) -> a batched tensor
-out_of_batch = _private(
-    "_remove_batch_dim"
-)  # (batched, level, size, dimension) -> a tensor; the size is read for others only
+# (batched, level, size, dimension) -> a tensor; the size is read for others only.
+out_of_batch = _private("_remove_batch_dim")
 
 
 def vmap_level() -> int:
@@ -123,7 +121,8 @@ def vmap_level() -> int:
 def recording_gradients() -> Iterator[None]:
     """Autograd inside a custom operator, where torch switches it off for the thread below what ``enable_grad`` reaches."""
     _require("_C._dispatch_tls_local_exclude_set", "_C._dispatch_tls_local_include_set", "_C._ForceDispatchKeyGuard")
-    key, off = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    key = torch._C.DispatchKey
+    off = torch._C._dispatch_tls_local_exclude_set()
     for name in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
         off = off.remove(name)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off), torch.enable_grad():
@@ -132,11 +131,12 @@ def recording_gradients() -> Iterator[None]:
 
 # Tensor subclasses. torch documents how they are written with these functions, and has no public names for them.
 
-make_wrapper = _private("Tensor._make_wrapper_subclass")  # (class, shape, dtype=, device=) -> a tensor without memory
-without_torch_function = _private(
-    "_C.DisableTorchFunctionSubclass"
-)  # a context in which __torch_function__ is not called
-to_copy = _private("ops.aten._to_copy.default")  # the operator that x.to() becomes
+# (class, shape, dtype=, device=) -> a tensor without memory
+make_wrapper = _private("Tensor._make_wrapper_subclass")
+# A context in which __torch_function__ is not called.
+without_torch_function = _private("_C.DisableTorchFunctionSubclass")
+# The operator that x.to() becomes.
+to_copy = _private("ops.aten._to_copy.default")
 
 
 def mapped_indexing() -> AbstractContextManager[object]:
@@ -182,8 +182,8 @@ def without_compiled_programs() -> AbstractContextManager[object]:
 
 def outside_graph(function: Callable[P, R], reason: str = "") -> Callable[P, R]:
     """The function, which torch.compile does not trace; with the reason, where this torch takes one (2.8 and later)."""
-    takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters
-    outside: Callable[P, R] = torch.compiler.disable(
-        function, **({"reason": reason} if reason and takes_reason else {})
-    )
+    options: dict[str, Any] = {}
+    if reason and "reason" in inspect.signature(torch.compiler.disable).parameters:
+        options["reason"] = reason
+    outside: Callable[P, R] = torch.compiler.disable(function, **options)
     return outside

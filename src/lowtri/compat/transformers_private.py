@@ -105,7 +105,7 @@ class AttentionCall:
         return index if isinstance(index, int) else None
 
     def without_arrays(self) -> AttentionCall:
-        """The same call without what needs memory."""
+        """This call without what needs memory."""
         return AttentionCall(self.module, None, None, None, None, {}, self.implementation, None)
 
 
@@ -183,5 +183,13 @@ def _described_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], implementation: str | None, result: Any
 ) -> AttentionCall:
     options = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-    module, query, key, value, mask = (options.pop(name, None) for name in _ARGUMENTS[:5])
-    return AttentionCall(module, query, key, value, mask, options, implementation, result)
+    return AttentionCall(
+        module=options.pop("module", None),
+        query=options.pop("query", None),
+        key=options.pop("key", None),
+        value=options.pop("value", None),
+        mask=options.pop("attention_mask", None),
+        options=options,
+        implementation=implementation,
+        result=result,
+    )

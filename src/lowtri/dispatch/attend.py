@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from lowtri.dispatch.choose import Choice, explain_choice
-from lowtri.dispatch.prepared import cast_for_autocast, prepare, run_eagerly, run_over_cache
+from lowtri.dispatch.prepared import cast_for_autocast, find, is_traced, prepare, run_eagerly
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.mask import Mask
@@ -81,8 +80,22 @@ def attention(
     v: Array,
     mask: Mask | str,
     *,
+    return_weights: Literal[False] = False,
+    return_lse: Literal[False] = False,
+    return_received: Literal[True],
+    engine: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask | str,
+    *,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_received: bool = False,
     engine: str = "auto",
     **options: Unpack[Options],
 ) -> Array | tuple[Array, ...]: ...
@@ -101,6 +114,7 @@ def attention(
     k_positions: Tensor | ArrayLike | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_received: bool = False,
     engine: str = "auto",
 ) -> Any:
     """Masked attention: softmax(q k^T * scale) v over the keys that each query may see.
@@ -123,22 +137,27 @@ def attention(
         bias: added to the scaled (and capped) scores, broadcasting against (B, Hq, Nq, Nk); ignored where hidden. Or
             :func:`lowtri.alibi` or :func:`lowtri.distance_bias`, which need memory for the distances only.
         sinks: (Hq,), one logit per head that takes part in the softmax and has no value vector.
-        dropout: the probability with which a weight is dropped.
+        dropout: the probability with which a weight is dropped; the others are divided by 1 - dropout. Which ones depends on a seed
+            that the call draws (from torch's generator, for arrays from NumPy's), the row of the batch, the head and the positions,
+            on nothing else: not on padding, caches, threads, nor, on a CPU, on the engine.
         q_positions, k_positions: (N,) or (B, N), positions in the sequence, in any order; -1 means no token. By default keys have
             the positions 0 .. Nk-1, and queries the last Nq of these.
         return_weights: also return the weights (..., Hq, Nq, Nk), before dropout; exactly 0 where hidden.
         return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included; -inf where it sees no key.
+        return_received: also return what each key received from all queries: the sum of the weights over the queries, (..., Hq, Nk),
+            at least float32, in memory for the keys alone. 0 for keys that are hidden or at position -1; it has no gradient.
         engine: "auto" for the backend that the rules choose, which :func:`lowtri.which_engine` shows; or "cpu", "sdpa", "flex",
             "formula" or "reference", which runs the call or raises.
 
     Returns:
-        the output (..., Hq, Nq, Dv); or a tuple of the output, then weights and log-sum-exp as requested. The output of a query
-        that sees no key is 0.
+        the output (..., Hq, Nq, Dv); or a tuple of the output, then weights, log-sum-exp and received weights as requested. The
+        output of a query that sees no key is 0.
 
     Under ``torch.compile`` and ``torch.export`` a call is one operator of the graph, ``lowtri::attention``. Build the mask outside
     the compiled region, or pass it as text. Inside the region, masks may be built from formulas, from ``documents``, ``keys`` and
-    ``table`` of tensors, and with ``&``, ``|`` and ``-``; so may biases over distances. ``return_weights``, ``dropout`` and
-    ``where`` cause a graph break.
+    ``table`` of tensors, and with ``&``, ``|`` and ``-``; so may biases over distances. The numbers of a mask (lengths, edges, ids,
+    windows) are inputs of the graph, so that one program serves other documents, too; those of a text are compiled.
+    ``return_weights``, ``return_received``, ``dropout`` and ``where`` cause a graph break.
 
     Raises:
         CallError: if the arguments do not fit together, or the returned weights would not fit into memory.
@@ -147,45 +166,43 @@ def attention(
 
     Source: Vaswani et al. 2017, section 3.2.
     """
-    if _find is not None and bias is None and sinks is None and q_positions is None and k_positions is None:
-        run = _find(q, k, v, mask, scale, softcap, dropout, return_weights, return_lse, engine)
-        if run is not None:
-            return run(q, k, v)
+    positions = None if q_positions is None and k_positions is None else (q_positions, k_positions)
+    ready, _ = find(
+        q, k, v, bias, sinks, positions, mask, scale, softcap, dropout, return_weights, return_lse, engine, return_received
+    )  # fmt: skip
+    if ready is not None:
+        return ready(q, k, v, bias, sinks) if ready.plain is None else ready.plain(q, k, v)
     options = CallOptions(
-        scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, engine
+        scale,
+        softcap,
+        bias,
+        sinks,
+        dropout,
+        q_positions,
+        k_positions,
+        return_weights,
+        return_lse,
+        engine,
+        return_received,
     )
     if not is_traced():
-        return run_eagerly(q, k, v, mask, options, _short_way())
+        return run_eagerly(q, k, v, mask, options)
     from lowtri.dispatch.operators import traced
 
     return traced(*cast_for_autocast(q, k, v)[1:], mask, options)
 
 
-_find: Any = None  # lowtri.dispatch.quick.find and .learn, once torch is loaded
-_learn: Any = None
-
-
-def _short_way() -> Any:
-    """What is told of calls that may go the short way from now on; None without torch."""
-    global _find, _learn
-    if _find is None and sys.modules.get("torch") is not None:
-        from lowtri.dispatch.quick import find, learn
-
-        _find, _learn = find, learn
-    return _learn
-
-
 def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
-    """The output of :func:`attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
+    """The results of :func:`attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
 
-    A cache has checked its positions, so a token takes less time than a call. ``options`` have no bias, positions, weights or lse.
+    Equal to a call at these positions, which are checked already. ``options`` have no bias, positions, weights or lse.
     """
-    output = None if is_traced() else run_over_cache(q, k, v, mask, options, positions)
-    if output is None:
-        options = options._replace(q_positions=positions.q, k_positions=positions.k)
-        nk, given = positions.nk, options._asdict()
-        output = attention(q, k[..., :nk, :], v[..., :nk, :], mask, **given)
-    return output
+    scale, softcap, _, sinks, dropout, _, _, *rest = options
+    ready, _ = find(q, k, v, None, sinks, positions, mask, scale, softcap, dropout, *rest)
+    if ready is not None:
+        return ready(q, k, v, None, sinks) if ready.plain is None else ready.plain(q, k, v)
+    nk, given = positions.nk, options._replace(q_positions=positions.q, k_positions=positions.k)
+    return attention(q, k[..., :nk, :], v[..., :nk, :], mask, **given._asdict())
 
 
 def which_engine(
@@ -196,6 +213,7 @@ def which_engine(
     *,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_received: bool = False,
     engine: str = "auto",
     **options: Unpack[Options],
 ) -> Choice:
@@ -212,18 +230,13 @@ def which_engine(
     Args: those of :func:`attention`.
     """
     _, q, k, v = cast_for_autocast(q, k, v)
-    checked = CallOptions(return_weights=return_weights, return_lse=return_lse, **options)
+    returned: Any = {"return_weights": return_weights, "return_lse": return_lse, "return_received": return_received}
+    checked = CallOptions(**returned, **options)
     call, inputs = describe(q, k, v, mask, checked)
     ready = prepare(call, engine)
     other = ready.fallback(inputs)
     chosen = ready.backend if other is None else other.backend
     return explain_choice(call, chosen, None if other is None else ready.backend, by_name=engine != "auto")
-
-
-def is_traced() -> bool:
-    """Whether torch.compile or torch.export is tracing this call."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
 
 
 def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:

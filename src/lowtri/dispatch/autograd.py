@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lowtri.backends import GradientSource, Prepared
+from lowtri.backends.formula import Tiles, no_gradient_of_received
 from lowtri.compat.torch_private import apply_function, saved_tensors_hooks
-from lowtri.dispatch.choose import load
 from lowtri.errors import CallError
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.tensors import active_mode, dense_keys, is_dense_cpu, loop_over_vmapped_grads
@@ -26,28 +26,32 @@ def differentiable(prepared: Prepared, call: Call, inputs: Inputs) -> Result:
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
     apply = apply_to_dense if call.opaque is None else _Differentiable.apply
     results = apply(lambda *arrays: prepared.run(Inputs(*arrays)), prepared, call, *arrays)
-    return Result(*results) if isinstance(results, tuple) else Result(results)
+    if not isinstance(results, tuple):
+        return Result(results)
+    output, weights, lse, received = results
+    return Result(output, weights, lse, received=received)
 
 
 class _Differentiable(torch.autograd.Function):
-    """The output of a prepared call; with its weights and log-sum-exp, None where there are none, if the call returns any of them.
+    """The output of a prepared call; with its weights, log-sum-exp and received weights, None where there are none, if the call returns
+    any of them.
 
     ``run`` takes the inputs as they are, and returns the fields of the result.
     """
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], prepared: Prepared, call: Call, *inputs: Tensor | None) -> Any:
-        output, weights, lse, state = run(*inputs)
-        ctx.prepared, ctx.call, ctx.states = prepared, call, [state]
-        # What was saved, if a hook of the user's may pack it.
-        ctx.saved = None
+        output, weights, lse, state, *others = run(*inputs)
+        received = others[0] if others else None
+        packed = None  # what was saved, if a hook of the user's may pack it
         if saved_tensors_hooks(True) is not None:
-            ctx.saved = [None if x is None else (x.shape, x.dtype, is_dense_cpu(x)) for x in (*inputs, output)]
+            packed = [None if x is None else (x.shape, x.dtype, is_dense_cpu(x)) for x in (*inputs, output)]
+        ctx.forward_state = prepared, call, [state], packed  # in one attribute, since each takes time
         ctx.save_for_backward(*inputs, output)
-        if weights is None and lse is None:  # alone: each further result takes microseconds
+        if weights is None and lse is None and received is None:  # alone: each further result takes microseconds
             return output
         ctx.set_materialize_grads(False)
-        return output, weights, lse
+        return output, weights, lse, received
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> Any:
@@ -62,24 +66,32 @@ def _each_backward(ctx: Any, *d_results: Tensor | None) -> Any:
     return _backward(ctx, all(x is None or is_dense_cpu(x) for x in d_results), *d_results)
 
 
-def _backward(ctx: Any, dense: bool, d_output: Any, d_weights: Any = None, d_lse: Any = None) -> Any:
+def _backward(
+    ctx: Any, dense: bool, d_output: Any, d_weights: Any = None, d_lse: Any = None, d_received: Any = None
+) -> Any:
     """What the backward returns; ``dense``: the gradients of all results have data."""
-    prepared, (*arrays, output) = ctx.prepared, ctx.saved_tensors
+    if d_received is not None:
+        raise no_gradient_of_received()
+    prepared, call, states, packed = ctx.forward_state
+    *arrays, output = ctx.saved_tensors
     inputs = Inputs(*arrays)
     if d_output is None:
         d_output = torch.zeros_like(output)
     transformed = torch.is_grad_enabled() or active_mode() is not None  # torch records a graph of the gradients
     source = prepared.gradient_source()
     by_formula = transformed or not dense or source is GradientSource.FORMULA
+    by_formula = by_formula or (d_weights is not None and source is GradientSource.LSE)
     if by_formula or (prepared.checks_values() and not prepared.is_exact_for(inputs, d_output)):
         d_result = Result(d_output, d_weights, d_lse)
-        return None, None, None, *_by_formula(prepared, ctx.call, inputs, d_result, ctx.needs_input_grad[3:])
-    if ctx.saved is not None:
-        _check_unpacked((*arrays, output), ctx.saved)
+        seed = states[0].seed if call.dropout else None
+        wanted = ctx.needs_input_grad[3:]
+        return None, None, None, *_by_formula(prepared, call, inputs, d_result, wanted, seed)
+    if packed is not None:
+        _check_unpacked((*arrays, output), packed)
     if source is GradientSource.LSE:
-        state = ctx.states[0]
+        state = states[0]
     else:  # the first backward consumes a graph, which frees its memory; a second one records it again
-        state = ctx.states.pop() if ctx.states else prepared.run(inputs).state
+        state = states.pop() if states else prepared.run(inputs).state
     return None, None, None, *prepared.gradients(inputs, output, state, d_output, d_lse)[: len(arrays)]
 
 
@@ -103,16 +115,17 @@ def _check_unpacked(tensors: Sequence[Tensor | None], packed: Sequence[Any]) -> 
 
 
 def _by_formula(
-    prepared: Prepared, call: Call, inputs: Inputs, d_result: Result, wanted: Sequence[bool]
+    prepared: Prepared, call: Call, inputs: Inputs, d_result: Result, wanted: Sequence[bool], seed: int | None
 ) -> list[Tensor | None]:
-    """The gradients of the inputs that are ``wanted``; with a graph where torch records one."""
+    """The gradients of the inputs that are ``wanted``; with a graph where torch records one. ``seed``: of the dropout."""
     dtype = torch.float64 if prepared.gradient_source() is GradientSource.FORMULA else None
+    formula = Tiles(call, seed=seed)
     recording = torch.is_grad_enabled()
 
     def results(arrays: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """The results that have a gradient."""
         cast = (x if x is None or dtype is None else x.to(dtype) for x in arrays)
-        result = load("formula").prepare(call).run(Inputs(*cast))
+        result = formula.run(Inputs(*cast))
         return tuple(x for x, d_x in zip(result, d_result, strict=True) if x is not None and d_x is not None)
 
     d_results = [d_x for d_x in d_result if d_x is not None]

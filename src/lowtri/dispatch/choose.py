@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from lowtri.backends import BACKENDS, Backend
+from lowtri.drawing import with_drawings
 from lowtri.errors import EngineError, ExtraError
 from lowtri.extras import is_installed, missing
+from lowtri.masks.tile import shown
 from lowtri.ops.call import Call
-from lowtri.pictures.pages import TABLE_STYLE, html_table, html_text, output
 
 
 class Rule(NamedTuple):
@@ -39,22 +40,25 @@ def _many_pairs(call: Call) -> str | None:
     return "the definition would compute many pairs" if many else None
 
 
-def _not_inspected(call: Call) -> str | None:
-    """Why sdpa's inputs cannot be inspected for NaN, infinity and huge numbers, or None."""
-    return f"{call.transformation}, where its inputs cannot be inspected" if call.transformation else None
+def _not_for_sdpa(call: Call) -> str | None:
+    """Why torch's function is left to calls by name: its inputs cannot be inspected for NaN, infinity and huge numbers, or its dropout
+    draws numbers of its own where other backends draw the same; or None."""
+    if call.transformation:
+        return f"{call.transformation}, where its inputs cannot be inspected"
+    return "its dropout draws other numbers" if call.dropout and call.device == "cpu" else None
 
 
 def _needs_table(call: Call) -> str | None:
     from lowtri.backends.sdpa import needs_table
 
-    return _not_inspected(call) or ("its mask has to be passed as a table of all pairs" if needs_table(call) else None)
+    return _not_for_sdpa(call) or ("its mask has to be passed as a table of all pairs" if needs_table(call) else None)
 
 
 def _large_table(call: Call) -> str | None:
     _, _, _, nq, nk, *_ = call.sizes
     tables = math.prod(call.mask.batch) * max(len(call.q_positions), len(call.k_positions))
     large = nq * nk * tables > _TABLE_PAIRS
-    return _not_inspected(call) or ("its table of all pairs would be large" if large else None)
+    return _not_for_sdpa(call) or ("its table of all pairs would be large" if large else None)
 
 
 def _short(call: Call) -> str | None:
@@ -80,6 +84,7 @@ RULES = (
 )
 
 
+@with_drawings
 @dataclass(frozen=True)
 class Choice:
     """The result of :func:`lowtri.which_engine`: the engine that would run, the reason, and the answer of each engine.
@@ -99,10 +104,10 @@ class Choice:
         lines = [f"{name:<10} {answer}" for name, answer in self.answers.items()]
         return "\n".join([f"{self.engine} runs: {self.reason}", *lines])
 
-    def _repr_html_(self) -> str:
-        """What notebooks show: a table of the answers."""
-        sentence = f"<p>{html_text(f'{self.engine} runs: {self.reason}')}</p>"
-        return output("engine", [sentence, html_table(("engine", "answer"), self.answers.items())], TABLE_STYLE)
+    if TYPE_CHECKING:
+
+        def _repr_html_(self) -> str:
+            """What notebooks show: a table of the answers."""
 
 
 @cache
@@ -113,6 +118,8 @@ def load(name: str) -> Backend:
 
 def choose(call: Call, name: str, *, exclude: str | None = None) -> str:
     """The name of the backend that runs the call. ``name`` is a backend or "auto", which never chooses ``exclude``."""
+    if not isinstance(name, str):
+        raise EngineError(f"attention: engine is {shown(name)}; expected a name: auto, {', '.join(BACKENDS)}.")
     if name == "auto":
         if call.device == "cpu":
             _warn_without_kernels()

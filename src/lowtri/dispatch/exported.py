@@ -50,12 +50,15 @@ def formula_for_onnx(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) ->
         column = sinks.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], 3)
     weights, lse = _softmax(scores, visible)
+    sums = weights.sum(2)
     weights = weights.to(q.dtype)
     results = [(weights.to(wide) @ v.to(wide)).to(q.dtype)]
     if options.return_weights:
         results.append(weights)
     if options.return_lse:
         results.append(lse)
+    if options.return_received:
+        results.append(sums)
     restored = [call.restore(x) for x in results]
     return tuple(restored) if len(restored) > 1 else restored[0]
 

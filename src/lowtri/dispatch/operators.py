@@ -23,7 +23,7 @@ from lowtri.dispatch.exported import exports_to_onnx, formula_for_onnx
 from lowtri.dispatch.prepared import CachedCall, autocast_device, prepared_call, run_eagerly, without_autocast
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
-from lowtri.masks.text import as_mask, pack, unpack
+from lowtri.masks.text import as_mask, from_text, to_text
 from lowtri.ops.call import CallOptions, Inputs
 from lowtri.ops.distance_bias import packed_bias, unpacked_bias
 
@@ -210,7 +210,7 @@ def _check_results(q: Any, v: Any, **results: Any) -> None:
 
 # A mask without arrays has None for them: packages of AOTInductor cannot pass an empty list of tensors.
 _ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, str mask, Tensor[]? arrays, Tensor? q_positions, "
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, str mask, Tensor[]? arrays, SymInt[]? numbers, Tensor? q_positions, "
     "Tensor? k_positions, float? scale, float? softcap, str? bias_kind, bool return_lse, str engine"
 )
 
@@ -218,7 +218,7 @@ _ARGUMENTS = (
 def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     """A call of attention under tracing: the operator, or a graph break for what the operator does not support.
 
-    Weights, dropout and masks with a Python function (``where``) run outside of the graph.
+    Weights, what keys received, dropout and masks with a Python function (``where``) run outside of the graph.
     """
     if type(options.bias).__name__ == "CausalBias":
         raise CallError('attention: bias is a CausalBias, which has no data. Fix: the mask "causal".')
@@ -226,14 +226,18 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
         as_mask(mask, "attention: mask")  # raises with the fix
     if exports_to_onnx():
         return formula_for_onnx(q, k, v, mask, options)
-    text, arrays = pack(mask) if isinstance(mask, Mask) else (mask, [])
+    text, values = to_text(mask) if isinstance(mask, Mask) else (mask, [])
+    arrays = [x for x in values if not isinstance(x, int)]
+    # Numbers are inputs of the graph, too: one for each placeholder, -1 where that is an array.
+    numbers = [x if isinstance(x, int) else -1 for x in values]
     if _strictly_exporting() and not all(isinstance(array, Tensor) for array in arrays):
         raise MaskError(
             "attention: torch.export(strict=True) does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False."
         )
     bias, bias_kind = packed_bias(options.bias)
     tensors = all(isinstance(x, Tensor) for x in (q, k, v)) and (bias is None or isinstance(bias, Tensor))
-    if text is None or options.dropout or options.return_weights or not tensors:
+    in_graph = not (options.dropout or options.return_weights or options.return_received)
+    if text is None or not in_graph or not tensors:
         return _eager(q, k, v, mask, options)
     output, lse = _attention(
         q,
@@ -243,6 +247,7 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
         options.sinks,
         text,
         [_tensor(array) for array in arrays] or None,
+        numbers if len(numbers) > len(arrays) else None,
         _tensor(options.q_positions),
         _tensor(options.k_positions),
         options.scale,
@@ -255,7 +260,8 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
 
 
 _eager = outside_graph(
-    run_eagerly, "lowtri.attention with dropout=, return_weights= or a mask of where() runs outside of the graph"
+    run_eagerly,
+    "lowtri.attention with dropout=, return_weights=, return_received= or a mask of where() runs outside of the graph",
 )
 
 
@@ -278,11 +284,13 @@ def _tensor(array: Any) -> Any:
 @torch.library.custom_op("lowtri::attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is inf where neither the caller nor the backward needs it."""
-    ready, inputs = _prepared(q, k, v, *rest)
-    if ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse:  # the gradients need it
-        rest = (*rest[:-2], True, ready.backend)
-        ready, inputs = _prepared(q, k, v, *rest)
     with without_autocast(autocast_device(q)):
+        ready, inputs = _prepared(q, k, v, *rest)
+        if (
+            ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse
+        ):  # the gradients need it
+            rest = (*rest[:-2], True, ready.backend)
+            ready, inputs = _prepared(q, k, v, *rest)
         result = ready.run(inputs)
     restore = ready.call.restore
     if result.lse is None:
@@ -294,6 +302,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Ten
 
 @_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if exports_to_onnx():
+        raise CallError(
+            "attention: torch.onnx.export got a program that was exported before, with lowtri's operator, which ONNX lacks.\n"
+            "Fix: torch.onnx.export(model, args), with the model itself."
+        )
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_wide(q))
 
 
@@ -325,19 +338,20 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the gradients need: all arguments, the output and its log-sum-exp."""
-    q, k, v, bias, sinks, mask, arrays, q_positions, k_positions, *options = inputs
+    q, k, v, bias, sinks, mask, arrays, numbers, q_positions, k_positions, *options = inputs
     ctx.save_for_backward(q, k, v, bias, sinks, q_positions, k_positions, *(arrays or ()), *output)
-    ctx.mask, ctx.options = mask, options
+    ctx.mask, ctx.numbers, ctx.options = mask, numbers, options
     ctx.has_arrays = arrays is not None
 
 
 def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     q, k, v, bias, sinks, q_positions, k_positions, *arrays, output, lse = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:5])
-    arguments = (q, k, v, bias, sinks, ctx.mask, arrays or None, q_positions, k_positions, *ctx.options)
+    given = arrays or None, ctx.numbers
+    arguments = (q, k, v, bias, sinks, ctx.mask, *given, q_positions, k_positions, *ctx.options)
     grads = iter(_backward(d_output, d_lse, output, lse, wanted, *arguments))
     of_arrays = [None for _ in arrays] if ctx.has_arrays else None
-    return (*(next(grads) if want else None for want in wanted), None, of_arrays, *[None] * 7)
+    return (*(next(grads) if want else None for want in wanted), None, of_arrays, *[None] * 8)
 
 
 _attention.register_autograd(_gradients, setup_context=_keep)
@@ -349,13 +363,19 @@ def _prepared(q: Any, k: Any, v: Any, bias: Any, sinks: Any, *rest: Any) -> tupl
     return prepared_call(q, k, v, mask, options._replace(bias=unpacked_bias(bias, bias_kind), sinks=sinks))
 
 
-def _read(mask: str, arrays: Sequence[Tensor] | None, *rest: Any) -> tuple[Mask, CallOptions, str | None]:
+def _read(
+    mask: str, arrays: Sequence[Tensor] | None, numbers: Sequence[int] | None, *rest: Any
+) -> tuple[Mask, CallOptions, str | None]:
     """The mask, the options and the kind of the bias from the operator's arguments after the tensors."""
     q_positions, k_positions, scale, softcap, bias_kind, return_lse, engine = rest
     options = CallOptions(
         scale, softcap, q_positions=q_positions, k_positions=k_positions, return_lse=return_lse, engine=engine
     )
-    return unpack(mask, [array.cpu().numpy() for array in arrays or ()]), options, bias_kind
+    values: list[Any] = [array.cpu().numpy() for array in arrays or ()]
+    if numbers is not None:
+        each = iter(values)
+        values = [next(each) if number < 0 else number for number in numbers]
+    return from_text(mask, values), options, bias_kind
 
 
 def _wide(q: Tensor) -> torch.dtype:

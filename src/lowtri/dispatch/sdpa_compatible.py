@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from lowtri.dispatch.attend import attention, is_traced
+from lowtri.dispatch.attend import attention
+from lowtri.dispatch.prepared import is_traced
 from lowtri.errors import CallError
-from lowtri.masks.array_masks import keys, table
-from lowtri.masks.formulas import causal, full
+from lowtri.masks.array_masks import Keys, keys, table
+from lowtri.masks.formulas import Full, causal, full
 from lowtri.masks.mask import Mask
+from lowtri.masks.tile import check_flag
 from lowtri.ops.arguments import plain_array
+from lowtri.ops.dense_tables import lowest_number, read_bools, read_numbers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,6 +82,8 @@ def scaled_dot_product_attention(
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
     """
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        is_causal, enable_gqa = check_flag(_NAME, "is_causal", is_causal), check_flag(_NAME, "enable_gqa", enable_gqa)
     usual = _is_usual(query, key, value, enable_gqa)
     if usual:
         q, k, v = query, key, value
@@ -93,7 +98,7 @@ def scaled_dot_product_attention(
             raise _error("attn_mask is a CausalBias, and is_causal=True another one. Fix: one of them, as in torch.")
         read = _Read("causal", None, _positions_of(attn_mask, nq, nk))
     else:
-        read = _mask(attn_mask, is_causal, (*front, nq, nk))
+        read = _mask(attn_mask, is_causal, (*front, nq, nk), q.dtype)
     output = attention(q, k, v, read.mask, scale=scale, bias=read.bias, dropout=dropout_p, q_positions=read.q_positions)
     if usual:
         return output
@@ -174,11 +179,11 @@ class _Read(NamedTuple):
     q_positions: NDArray[np.int64] | None  # where the queries are not the last ones
 
 
-def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> _Read:
+def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...], dtype: Any) -> _Read:
     """The mask and the bias in torch's ``attn_mask`` and ``is_causal``.
 
     Args:
-        shape: (..., H, L, S).
+        shape: (..., H, L, S).  dtype: of the queries.
     """
     nq, nk = shape[-2:]
     indices = np.arange(nq) if is_causal and nq != nk else None  # torch's is_causal compares indices
@@ -200,25 +205,47 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...]) -> _Read:
         attn_mask = _spread(attn_mask, padded)
     attn_mask = attn_mask.reshape(math.prod(padded[:-3]), *padded[-3:])
     if kind != "bool":
-        return _Read(triangle, attn_mask, indices)
+        mask, bias = (triangle, attn_mask) if 0 in shape else _numbers(attn_mask, is_causal, nq, nk, dtype)
+        return _Read(mask, bias, indices)
     if 0 in shape:
         return _Read(full(), None, None)  # there are no pairs
     rows, heads, of_queries = attn_mask.shape[:3]
     if heads == of_queries == 1:  # of keys, whatever the query
-        valid = _spread(attn_mask, (rows, 1, 1, nk))[:, 0, 0]
-        of_keys = keys(valid[0] if rows == 1 else valid)
+        of_keys = None if is_traced() else read_bools(attn_mask, nq, nk)
+        if of_keys is None:
+            valid = _spread(attn_mask, (rows, 1, 1, nk))[:, 0, 0]
+            of_keys = keys(valid[0] if rows == 1 else valid)
         return _Read(triangle & of_keys if is_causal else of_keys, None, indices)
-    wide = _spread(attn_mask, (rows, heads, nq, nk))
     if is_causal:  # the rows of a table are the last queries, so the triangle becomes part of it
-        wide = wide & _triangle(wide)
-    return _Read(table(wide[0, 0] if rows == heads == 1 else wide), None, None)
+        attn_mask = _spread(attn_mask, (rows, heads, nq, nk)) & _triangle(attn_mask, nq, nk)
+    of_pairs = None if is_traced() else read_bools(attn_mask, nq, nk)
+    if of_pairs is None:
+        wide = _spread(attn_mask, (rows, heads, nq, nk))
+        of_pairs = table(wide[0, 0] if rows == heads == 1 else wide)
+    return _Read(of_pairs, None, None)
 
 
-def _triangle(like: Any) -> Any:
-    """Query i sees keys 0 .. i: bools (L, S), an array or a tensor as ``like`` (..., L, S) is."""
-    if isinstance(like, np.ndarray):
-        return np.tri(*like.shape[-2:], dtype=bool)
-    return like.new_ones(like.shape[-2:]).tril()
+def _numbers(attn_mask: Any, is_causal: bool, nq: int, nk: int, dtype: Any) -> tuple[Mask, Any]:
+    """The mask and the bias in a table of numbers, (B|1, H|1, L|1, S|1)."""
+    triangle = causal() if is_causal else full()
+    # Whether a query has no key but those with the lowest number would depend on the triangle, too.
+    greatest_hidden = -math.inf if is_causal else lowest_number(attn_mask.dtype, dtype)
+    read = None if is_traced() else read_numbers(attn_mask, nq, nk, greatest_hidden)
+    if read is None:
+        return triangle, attn_mask
+    bias = attn_mask if read.is_bias else None
+    if not is_causal:
+        return read.mask, bias
+    if isinstance(read.mask, Full):
+        return triangle, bias
+    if nq == nk or isinstance(read.mask, Keys):
+        return triangle & read.mask, bias
+    return triangle, attn_mask  # the rows of a table are the last queries, those of the triangle the first ones
+
+
+def _triangle(like: Any, nq: int, nk: int) -> Any:
+    """Query i sees keys 0 .. i: bools (L, S), an array or a tensor as ``like`` is."""
+    return np.tri(nq, nk, dtype=bool) if isinstance(like, np.ndarray) else like.new_ones((nq, nk)).tril()
 
 
 def _broadcast(*fronts: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -6,40 +6,53 @@ values (:class:`Layer`). Eviction calls ``mask.tile``, so it works for any mask.
 
 from __future__ import annotations
 
-import math
 import operator
 import sys
 from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.dispatch.attend import attention_over_cache
+from lowtri.drawing import with_drawings
 from lowtri.errors import CallError
-from lowtri.generation.slots import LookaheadCheck, SlotAllocator, Slots, ends_of, row_masks, rows_of
+from lowtri.generation.layers import Layer, batch_of, check_new, shape_text
+from lowtri.generation.slots import (
+    LookaheadCheck,
+    SlotAllocator,
+    ends_of,
+    kept_of,
+    positions_to_drop,
+    row_masks,
+    rows_of,
+)
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
 from lowtri.masks.arrays import is_tensor
+from lowtri.masks.formulas import causal
 from lowtri.masks.label_masks import with_open_end
-from lowtri.masks.tile import MAX_POSITIONS, shown
+from lowtri.masks.tile import MAX_POSITIONS, check_flag, shown
+from lowtri.masks.tree import Tree
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
-from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
-from lowtri.pictures.pages import card
-from lowtri.pictures.svg import HIDDEN, fill
 
 _FIXES = {"capacity": "0, which grows as needed.", "block": "64.", "rewind": "the length of a draft."}
-_ROWS = 8  # rows of a batch that are drawn; the rest is counted
-_FREED, _HELD, _STAYS = 1, 2, 3
-_LOOKS = (
-    Look("·", HIDDEN, "not held: evicted, or padding"),
-    Look("░", fill("visible") + ' fill-opacity="0.15"', "held, hidden from now on"),
-    Look("▓", fill("partly"), "held until the mask hides it"),
-    Look("█", fill("visible"), "stays: every later query sees it"),
-)
+_FREED, _HELD, _STAYS = 1, 2, 3  # states of Lifetimes
 
 
+class Lifetimes(NamedTuple):
+    """How long the positions of a cache are held."""
+
+    # (rows, cells), of a cell's positions the longest-lived: 0 none is held, 1 held and hidden from now on, 2 held until the mask
+    # hides it, 3 seen by every later query
+    states: NDArray[np.int8]
+    step: int  # positions to a cell
+    positions: int  # of the longest row
+    rows_left_out: int
+
+
+@with_drawings
 class KVCache:
     """A key/value cache for all layers that use the same mask; it evicts keys that no later query can see.
 
@@ -64,6 +77,7 @@ class KVCache:
         capacity: initial number of slots; it grows as needed.
         block: the number of tokens between two evictions, at least an eighth of the tokens held; the capacity is a multiple of it.
         rewind: how many tokens before the last append :meth:`crop` can always remove; keys are kept that much longer.
+        fixed: keep the number of slots at ``capacity``; an append that does not fit raises.
         allow_missing: allow queries to be appended before keys that the mask shows them, as in decoding step by step under a mask
             that shows later keys; such queries see the keys that exist. Otherwise such an append raises: ``causal() | first(16)``
             needs the first 16 tokens in one append, ``full()`` the whole sequence.
@@ -78,14 +92,15 @@ class KVCache:
         capacity: int = 0,
         block: int = 64,
         rewind: int = 0,
+        fixed: bool = False,
         allow_missing: bool = False,
     ) -> None:
         slots = _token_count("capacity", capacity, 0, MAX_POSITIONS)
         interval = _token_count("block", block, 1, MAX_POSITIONS)
         kept_longer = _token_count("rewind", rewind, 0, POSITION_MAX)
         self.mask = with_open_end("KVCache", as_mask(mask))
-        lookahead = None if allow_missing else LookaheadCheck(self.mask)
-        self._slots = SlotAllocator(self.mask, slots, interval, kept_longer, lookahead)
+        lookahead = None if check_flag("KVCache", "allow_missing", allow_missing) else LookaheadCheck(self.mask)
+        self._slots = SlotAllocator(self.mask, slots, interval, kept_longer, lookahead, fixed)
         self._layers: dict[int, Layer] = {}
 
     @property
@@ -114,6 +129,20 @@ class KVCache:
         return int(self._slots.next.max())
 
     @property
+    def rows(self) -> int:
+        """The batch size; 1 before the first append, and where keys have no batch."""
+        return max((batch_of(layer.keys) for layer in self._layers.values()), default=1)
+
+    @property
+    def rewind(self) -> int:
+        """How many tokens before the last append :meth:`crop` can always remove; a new number counts from the next append on."""
+        return self._slots.rewind
+
+    @rewind.setter
+    def rewind(self, tokens: int) -> None:
+        self._slots.rewind = _token_count("rewind", tokens, 0, POSITION_MAX)
+
+    @property
     def contiguous(self) -> bool:
         """Whether the last append returned keys at 0 .. S-1 in order, the new ones last: attention's default positions."""
         return self._slots.read.k is None
@@ -127,7 +156,9 @@ class KVCache:
         positions = (self._slots.newest if allocated else self._slots.upcoming(n)).copy()
         return positions[0] if len(positions) == 1 else positions
 
-    def append(self, k: Any, v: Any, positions: Any = None, layer: int = 0) -> tuple[Any, Any, NDArray[np.int64]]:
+    def append(
+        self, k: Any, v: Any, positions: Any = None, layer: int = 0, *, mask: Mask | str | None = None
+    ) -> tuple[Any, Any, NDArray[np.int64]]:
         """Append the keys and values of new tokens; return all that their queries can see.
 
         Args:
@@ -135,6 +166,7 @@ class KVCache:
             positions: positions of the new tokens, (N,) or (B, N), -1 where a row has no token (left padding, a row that has
                 ended); default: the next positions. Positions must increase.
             layer: the layer of these keys. The first layer of an append sets the positions; the other layers must match them.
+            mask: what the new queries will attend with instead of the cache's mask, in this call; see :meth:`attend`.
 
         Returns:
             keys, values (..., H, S, D) and their positions, int64 (S,) or (B, S), -1 in free slots and at padding. All three
@@ -144,13 +176,19 @@ class KVCache:
             CallError: if shapes, dtypes, positions or the order of layers do not fit, or the mask shows a query a key that is not
                 yet appended; the cache is then unchanged.
         """
-        buffers, n = self._store(k, v, positions, layer), self._slots.read.nk
-        used = self._slots.positions[:, :n]
-        used.flags.writeable = False  # a view of the allocator's own array
-        return (*buffers.front(n), used[0] if len(used) == 1 else used)
+        buffers = self.store(k, v, positions, layer)
+        if mask is not None:
+            self._for_this_call(mask)
+        return (*buffers.front(self._slots.read.nk), self._read_positions())
 
-    def _store(self, k: Any, v: Any, positions: Any, layer: int) -> Layer:
-        """Write new tokens into the buffers of their layer."""
+    def _read_positions(self) -> NDArray[np.int64]:
+        """The positions of the slots that the newest queries read, (S,) or (B, S)."""
+        used = self._slots.positions[:, : self._slots.read.nk]
+        used.flags.writeable = False  # a view of the allocator's own array
+        return used[0] if len(used) == 1 else used
+
+    def store(self, k: Any, v: Any, positions: Any, layer: int) -> Layer:
+        """Write new tokens into the buffers of their layer, free slots included: :meth:`append` without its views."""
         k, v = _plain("k", k), _plain("v", v)
         buffers, slots = self._layers.get(layer), self._slots
         if buffers is not None:
@@ -192,6 +230,8 @@ class KVCache:
         softcap: float | None = None,
         sinks: Any = None,
         engine: str = "auto",
+        return_received: bool = False,
+        mask: Mask | str | None = None,
     ) -> Any:
         """Append new tokens, then compute the attention of their queries under the cache's mask.
 
@@ -206,9 +246,14 @@ class KVCache:
             q: (..., Hq, N, D), the queries of the new tokens; Hq is a multiple of the key/value heads.
             k, v, positions, layer: as in :meth:`append`.
             scale, softcap, sinks, engine: as in :func:`lowtri.attention`.
+            return_received: also return what each key received from the new queries, and the keys' positions: what :meth:`drop`
+                is decided by.
+            mask: instead of the cache's mask, in this call: it must show no key that is evicted. ``lowtri.tree(parents)`` alone
+                means the drafts of this append, after the text under the cache's mask.
 
         Returns:
-            the output, (..., Hq, N, Dv).
+            the output, (..., Hq, N, Dv); with ``return_received`` a tuple of the output, the received weights (..., Hq, S), at least
+            float32, and the positions (S,) or (B, S), as :meth:`append` returns them.
 
         Raises:
             CallError: as in :meth:`append` and :func:`lowtri.attention`. After an error of the attention itself (``sinks`` of another
@@ -222,8 +267,18 @@ class KVCache:
                 f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
                 "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
             )
-        buffers = self._store(k, v, positions, layer)
-        options = CallOptions(scale, softcap, sinks=sinks, engine=engine)
+        buffers = self.store(k, v, positions, layer)
+        options = CallOptions(scale, softcap, sinks=sinks, engine=engine, return_received=return_received)
+        if mask is None:
+            result = self.attend_appended(q, layer, options)
+        else:
+            own = self._for_this_call(mask)
+            result = attention_over_cache(q, buffers.keys, buffers.values, own, options, self._slots.read)
+        return (*result, self._read_positions()) if return_received else result
+
+    def attend_appended(self, q: Any, layer: int, options: CallOptions) -> Any:
+        """The attention of the queries of the newest tokens, which this layer has appended; see :meth:`attend`."""
+        buffers = self._layers[layer]
         return attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, self._slots.read)
 
     def reorder(self, index: Any) -> None:
@@ -232,7 +287,7 @@ class KVCache:
         Raises:
             CallError: if a row does not exist, or would change its mask.
         """
-        rows = rows_of(index, self._batch, self.mask)
+        rows = rows_of(index, self.rows, self.mask)
         self._check_complete("reorder")
         for buffers in self._layers.values():
             if buffers.keys.ndim == 4:
@@ -250,9 +305,67 @@ class KVCache:
         Raises:
             CallError: if ``n`` is negative, or if keys that those queries can see have been evicted.
         """
-        ends = ends_of(n, self._batch)
+        ends = ends_of(n, self.rows)
         self._check_complete("crop")
         self._slots.crop(np.broadcast_to(ends, self._slots.next.shape) if len(ends) == 1 else ends)
+
+    def drop(self, positions: Any) -> None:
+        """Evict the tokens at these positions, in every layer: no later query sees them, whatever the mask.
+
+        Here the two keys that received most from the queries so far are kept, next to the four newest:
+
+        >>> rng = np.random.default_rng(1)
+        >>> cache, total = KVCache("causal", block=1), np.zeros(20)
+        >>> for t in range(20):
+        ...     q, k, v = 3 * rng.standard_normal((3, 1, 1, 8))
+        ...     _, received, held = cache.attend(q, k, v, return_received=True)
+        ...     total[held[held >= 0]] += received[0, held >= 0]
+        ...     old = held[(held >= 0) & (held <= t - 4)]
+        ...     if len(old) > 2:
+        ...         cache.drop([old[total[old].argmin()]])
+        >>> cache.held, cache.evicted
+        (6, 14)
+
+        Args:
+            positions: (n,), or (B, n) for each row of the batch; -1 where a row has fewer.
+
+        Raises:
+            CallError: if a position is not held. The cache is then unchanged.
+
+        Source: eviction by the weights received, as in Heavy-Hitter Oracle (Zhang et al. 2023).
+        """
+        chosen = positions_to_drop(positions, self.rows)
+        self._check_complete("drop")
+        self._slots.drop(chosen)
+
+    def keep(self, index: Any) -> None:
+        """Of the tokens of the newest append keep these alone, in this order, at consecutive positions; in every layer.
+
+        So a tree of drafts becomes the one path that was accepted. Keeping the first tokens is what :meth:`crop` does.
+
+        >>> import lowtri
+        >>> cache = KVCache()
+        >>> _ = cache.append(np.zeros((2, 1)), np.zeros((2, 1)))  # two tokens of text
+        >>> drafts = np.arange(4.0)[:, None]
+        >>> _ = cache.append(drafts, drafts, mask=lowtri.tree([-1, 0, 0, 2]))
+        >>> cache.keep([0, 2, 3])
+        >>> keys, _, positions = cache.append(np.full((1, 1), 9.0), np.full((1, 1), 9.0))
+        >>> keys[:, 0].tolist(), positions.tolist()
+        ([0.0, 0.0, 0.0, 2.0, 3.0, 9.0], [0, 1, 2, 3, 4, 5])
+
+        Args:
+            index: indices into the newest append, (n,), or (B, n) with -1 at the end of rows that keep fewer; rows may then differ in
+                length, and the next append continues each from its own end.
+
+        Raises:
+            CallError: if a layer has not seen the append, or an index is none of its tokens, or comes twice.
+        """
+        self._check_complete("keep")
+        kept = kept_of(index, self._slots.newest, self.rows)
+        start = self._slots.top - self._slots.newest.shape[1]
+        for buffers in self._layers.values():
+            buffers.choose(start, kept)
+        self._slots.keep(kept)
 
     def shift(self, keep: int, turn: Callable[[Any, NDArray[np.int64], int], Any] | None = None) -> None:
         """Evict, then close the gap: lower the positions of all tokens after the first ``keep`` positions.
@@ -289,128 +402,87 @@ class KVCache:
             keys, _ = buffers.front(self._slots.top)
             keys[...] = turn(keys, moved[0] if len(moved) == 1 else moved, layer)
 
+    def _for_this_call(self, mask: Mask | str) -> Mask:
+        """The mask of the newest tokens alone; a tree with nothing else said stands after the text, under the cache's mask."""
+        given, newest = as_mask(mask), self._slots.newest
+        if isinstance(given, Tree) and given.inner == causal() and given.starts == (0,):
+            if newest.size and not np.all(np.diff(newest, axis=1) == 1):
+                raise CallError("attend: the drafts of a tree stand at consecutive positions.\nFix: no positions=.")
+            if given.parents.array.shape[-1] != newest.shape[1]:
+                raise CallError(
+                    f"attend: the tree has {given.parents.array.shape[-1]} drafts, but {newest.shape[1]} tokens are appended.\n"
+                    "Fix: a token for each draft."
+                )
+            starts = newest[:, 0].tolist()
+            return Tree(given.parents, (starts[0],) if len(set(starts)) == 1 else tuple(starts), self.mask)
+        if given != self.mask and self.evicted:
+            self._check_nothing_evicted(given)
+        return given
+
+    def _check_nothing_evicted(self, mask: Mask) -> None:
+        """Raise if the newest queries may see a key that is not there any more."""
+        slots = self._slots
+        for b, row in enumerate(slots.positions):
+            held = np.unique(np.append(row[row >= 0], slots.next[b]))
+            begin = np.append(0, held[:-1] + 1)
+            missing, q = begin < held, slots.newest[b][slots.newest[b] >= 0]
+            if not (missing.any() and q.size):
+                continue
+            for one in row_masks(mask, b, len(slots.positions)):
+                if np.any(one.tile(int(q.min()), int(q.max()) + 1, begin[missing], held[missing]) != EMPTY):
+                    raise CallError(
+                        f"attend: {mask!r} may show keys that are evicted, since {self.mask!r} hides them from now on.\n"
+                        "Fix: mask & the cache's mask, or a cache with a mask that shows them."
+                    )
+
+    def to(self, device: Any) -> None:
+        """Move all keys and values, which are tensors, to a device."""
+        for buffers in self._layers.values():
+            buffers.keys, buffers.values, buffers.signature = buffers.keys.to(device), buffers.values.to(device), None
+
     def _late(self) -> int | None:
         """The first layer that has not seen the newest tokens; None if all have."""
         appends = self._slots.appends
         return min([number for number, x in self._layers.items() if x.appends < appends], default=None)
 
-    @property
-    def _batch(self) -> int:
-        return max((batch_of(layer.keys) for layer in self._layers.values()), default=1)
-
     def _check_complete(self, method: str) -> None:
         if self._late() is not None:
             raise CallError(f"{method}: some layers have not seen the newest tokens yet; finish the append first.")
 
-    # Pictures: which positions are held, for how long, and which are evicted.
+    # Which positions are held, for how long, and which are evicted.
 
     def __repr__(self) -> str:
         return f"KVCache({self.mask!r}): {self.held} held, {self.evicted} evicted, {self.bytes} bytes"
 
-    def draw(self) -> str:
-        """The positions from 0 on, a sign for each, and a line for each row of a batch with positions of its own.
+    if TYPE_CHECKING:
 
-        >>> import numpy as np
-        >>> from lowtri import KVCache
-        >>> cache = KVCache("causal & (window(4) | first(2))", block=1)
-        >>> for t in range(12):
-        ...     _ = cache.append(np.zeros((1, 8)), np.zeros((1, 8)))
-        >>> print(cache.draw())
-        KVCache(causal & (window(4) | first(2))): 6 held, 6 evicted, 768 bytes
-        ██······░▓▓▓
-        · not held: evicted, or padding
-        ░ held, hidden from now on
-        ▓ held until the mask hides it
-        █ stays: every later query sees it
+        def draw(self) -> str:
+            """The positions as text, a sign for how long each is held: :func:`lowtri.pictures.caches.draw`."""
 
-        Sinks and prefixes stay; a window's keys are held until no later query sees them. Beyond 64 positions a sign stands for
-        several, and for the longest-lived of them.
-        """
-        cells, step = self._cells()
-        lines = Grid(cells, _LOOKS).lines() + [f"{look.sign} {look.meaning}" for look in used(_LOOKS, cells)]
-        at = len(cells)
-        lines[at:at] = [f"... and {more} more rows" for more in self._left_out]
-        return "\n".join([repr(self), *lines, *[f"a sign: {step:,} positions"] * (step > 1)])
+        def _repr_svg_(self) -> str:
+            """What notebooks show."""
+
+        def _repr_html_(self) -> str:
+            """What notebooks show, with the numbers of slots, tokens and bytes."""
 
     def __str__(self) -> str:
         return self.draw()
 
-    def _repr_svg_(self) -> str:
-        cells, step = self._cells()
-        below = "positions →" if cells.size else "nothing appended yet"
-        more = "".join(f"   ... and {more:,} more rows" for more in self._left_out)
-        last = int(self._slots.next.max()) - 1
-        labels = [f"row {i}" for i in range(len(cells))] if len(cells) > 1 else ()
-        size = min(24.0, 480 / max(cells.shape[1], 1))
-        grid = Grid(cells, _LOOKS, size, rows=labels, ends=["0", f"{last:,}"][: last + 1])
-        note = [f"a cell: {step:,} positions, and the longest-lived of them"] * (step > 1)
-        return picture(repr(self), [Panel([grid], repr(self), below + more, "")], used(_LOOKS, cells), note)
-
-    def _repr_html_(self) -> str:
-        held = f"{self.held:,} of {self.capacity:,} slots hold a token, {self.evicted:,} tokens evicted, {self.bytes:,} bytes"
-        return card("cache", self._repr_svg_(), held, str(self))
-
-    @property
-    def _left_out(self) -> list[int]:
-        """How many rows are not drawn, or nothing."""
-        return [len(self._slots.positions) - _ROWS] * (len(self._slots.positions) > _ROWS)
-
-    def _cells(self) -> tuple[NDArray[np.int8], int]:
-        """How long each row's positions are held, (rows, cells), and how many positions a cell stands for."""
+    def lifetimes(self, rows: int, cells: int) -> Lifetimes:
+        """How long each position is held, of so many rows of the batch at most, in so many cells to a row at most."""
         slots = self._slots
+        all_rows = len(slots.positions)
         n = int(slots.next.max())
-        step = max(1, -(-n // MAX_CELLS))
-        states = np.zeros((min(len(slots.positions), _ROWS), -(-n // step)), np.int8)
+        step = max(1, -(-n // cells))
+        states = np.zeros((min(all_rows, rows), -(-n // step)), np.int8)
         for b, row in enumerate(states):
             positions = slots.positions[b, : slots.top]
             positions = positions[positions >= 0]
-            masks = row_masks(self.mask, b, len(slots.positions))  # asked about all later queries
+            masks = row_masks(self.mask, b, all_rows)  # asked about all later queries
             answers = np.stack([m.tile(int(slots.next[b]), POSITION_MAX, positions, positions + 1) for m in masks])
             held = np.where((answers == FULL).all(0), _STAYS, _HELD)
             np.maximum.at(row, positions // step, np.where((answers == EMPTY).all(0), _FREED, held).astype(np.int8))
-        return states, step
-
-
-class Layer:
-    """The keys (..., capacity, D) and values (..., capacity, Dv) of one layer."""
-
-    __slots__ = ("appends", "keys", "signature", "values")
-
-    def __init__(self, k: Any, v: Any, capacity: int) -> None:
-        self.keys, self.values = _empty(k, capacity), _empty(v, capacity)
-        self.signature: Any = _signature(k, v)  # of the last append: equal ones need no further check
-        self.appends = 0
-
-    def check(self, k: Any, v: Any, layer: int) -> None:
-        """Raise unless new tokens have the shapes, dtypes and device of the earlier ones."""
-        signature = _signature(k, v)
-        if signature == self.signature:
-            return
-        if _kind(k) != _kind(self.keys) or _kind(v) != _kind(self.values) or v.shape[-2] != k.shape[-2]:
-            raise CallError(
-                f"append: keys {shape_text(k)} and values {shape_text(v)} do not continue layer {layer}, "
-                f"whose keys are {shape_text(self.keys)} and values {shape_text(self.values)} in (..., H, slots, D)."
-            )
-        self.signature = signature
-
-    def write(self, start: int, k: Any, v: Any) -> None:
-        """Write new tokens to the slots from ``start`` on."""
-        _write(self.keys, start, k)
-        _write(self.values, start, v)
-
-    def move(self, slots: Slots, capacity: int) -> None:
-        """New buffers with the old slots at their front."""
-        self.keys, self.values = (_enlarged(x[..., slots, :], capacity) for x in (self.keys, self.values))
-
-    def pick(self, rows: NDArray[np.int64]) -> None:
-        """Row i becomes a copy of row ``rows[i]``."""
-        self.keys, self.values, self.signature = _rows(self.keys, rows), _rows(self.values, rows), None
-
-    def front(self, n: int) -> tuple[Any, Any]:
-        """The first ``n`` slots, as views."""
-        if isinstance(self.keys, np.ndarray):
-            return self.keys[..., :n, :], self.values[..., :n, :]
-        return self.keys.narrow(-2, 0, n), self.values.narrow(-2, 0, n)
+        return Lifetimes(states, step, n, all_rows - len(states))
 
 
 def _token_count(name: str, value: Any, least: int, most: int) -> int:
@@ -427,66 +499,8 @@ def _token_count(name: str, value: Any, least: int, most: int) -> int:
     return count
 
 
-def check_new(k: Any, v: Any, mask: Mask) -> None:
-    """Raise unless a layer can begin with these keys and values: their shapes fit together and the mask."""
-    if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
-        raise CallError(
-            f"append: keys {shape_text(k)} and values {shape_text(v)} do not fit: "
-            "expected (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H."
-        )
-    rows = (*mask.batch, 1)[0]
-    if rows > 1 and (k.ndim < 4 or k.shape[0] != rows):
-        raise CallError(f"append: keys {shape_text(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
-
-
 def _not_an_array(method: str, name: str, x: Any) -> CallError:
     return CallError(f"{method}: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
-
-
-def _signature(k: Any, v: Any) -> tuple[Any, ...]:
-    return (k.shape, v.shape, k.dtype, v.dtype, getattr(k, "device", None), getattr(v, "device", None))
-
-
-def _kind(x: Any) -> tuple[Any, ...]:
-    """What must not change from append to append."""
-    return (*x.shape[:-2], x.shape[-1], x.dtype, getattr(x, "device", None))
-
-
-def _empty(like: Any, capacity: int) -> Any:
-    shape = (*like.shape[:-2], capacity, like.shape[-1])
-    try:
-        if isinstance(like, np.ndarray):
-            return np.zeros(shape, like.dtype)
-        import torch
-
-        with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)  # free slots are returned, too
-    except (MemoryError, ValueError, RuntimeError) as error:  # RuntimeError is torch's
-        size = math.prod(shape) * like.dtype.itemsize / 2**30
-        raise CallError(
-            f"KVCache: {capacity:,} slots in keys or values {shape} take {size:,.0f} GiB, which could not be allocated.\n"
-            "Fix: a mask that hides old keys, a smaller capacity= or block=, or fewer rows."
-        ) from error
-
-
-def _rows(buffer: Any, rows: NDArray[np.int64]) -> Any:
-    if isinstance(buffer, np.ndarray):
-        return buffer[rows]
-    import torch
-
-    with torch.inference_mode(False):  # as in _empty
-        return buffer[rows]
-
-
-def _enlarged(tokens: Any, capacity: int) -> Any:
-    buffer = _empty(tokens, capacity)
-    _write(buffer, 0, tokens)
-    return buffer
-
-
-def _write(buffer: Any, start: int, new: Any) -> None:
-    new = new.detach() if getattr(new, "requires_grad", False) else new
-    buffer[..., start : start + new.shape[-2], :] = new
 
 
 def _plain(name: str, x: Any) -> Any:
@@ -507,11 +521,3 @@ def _guard_of_tensors() -> Callable[[Any], bool]:
     from lowtri.ops.tensors import is_dense_cpu
 
     return is_dense_cpu
-
-
-def batch_of(x: Any) -> int:
-    return int(x.shape[0]) if x.ndim == 4 else 1
-
-
-def shape_text(x: Any) -> str:
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.generation.models import NextLogits, context_of
 from lowtri.masks.arrays import in_numpy, is_tensor
-from lowtri.masks.tile import shown
+from lowtri.masks.tile import check_flag, shown
 
 if TYPE_CHECKING:
     from typing import TypedDict
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         stop: int | str | Iterable[int | str] | None
         tokenizer: Any
         cached: bool
+        cache: Any
 
 
 _END = "<|end|>"  # what ends a document for the tokenizers of examples/train
@@ -74,6 +75,7 @@ def generate(
     stop: int | str | Iterable[int | str] | None = None,
     tokenizer: Any = None,
     cached: bool = True,
+    cache: Any = None,
 ) -> Iterator[Any]:
     """Generate the continuation of a prompt, token by token.
 
@@ -101,6 +103,8 @@ def generate(
         tokenizer: a tokenizer of ``tokenizers`` or transformers, for prompts given as text; default ``model.tokenizer``.
         cached: False recomputes the whole sequence for each token, which is slower and gives the same tokens, except for a model
             whose mask shows later tokens: there recomputing changes earlier positions.
+        cache: an empty cache that the model takes, to be used instead of its own: ``EvictingCache(model)`` of
+            ``lowtri.integrations.transformers``, ``model.make_cache(rows)`` of lowtri's models.
 
     Returns:
         an iterator. For one prompt: ids, or pieces of text, which never split a character. For a batch: a list with one entry
@@ -109,6 +113,11 @@ def generate(
     Raises:
         CallError: before the first token, if the prompt is empty or longer than the context, or an option is invalid.
     """
+    if not callable(model):
+        raise CallError(
+            f"generate: model is {shown(model)}. Fix: a model, or a function from ids (B, N) to logits (B, N, V)."
+        )
+    cached = check_flag("generate", "cached", cached)
     sampling = Sampling(temperature, top_k, top_p)
     texts, single = _texts(prompt)
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
@@ -118,7 +127,7 @@ def generate(
     limit = _limit(rows, max_new_tokens, context_of(model))
     ends = own_stop(model, tokenizer) if stop is None else stop_ids(stop, tokenizer)
     generators = _generators(seed, len(rows))
-    step = NextLogits(model, len(rows), cached=cached, torch_ids=hasattr(prompt, "detach"))
+    step = NextLogits(model, len(rows), cached=cached, torch_ids=hasattr(prompt, "detach"), cache=cache)
     steps = _steps(step, rows, limit, sampling, ends, generators)
     if texts is not None:
         steps = _as_text(steps, [Pieces(tokenizer, row) for row in rows])

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.compat.model_caches import cache_argument, cache_of, needs_whole_mask
+from lowtri.compat.model_caches import cache_argument, cache_of, cached_length, needs_whole_mask
 from lowtri.errors import CallError
 
 Rows: TypeAlias = Sequence[Sequence[int]]  # new tokens of each row; none where a row has ended
@@ -46,9 +46,10 @@ class NextLogits:
         rows: the batch size.
         cached: whether to use the model's cache, if it has one.
         torch_ids: whether a callable that is not a torch module takes tensors; otherwise it gets NumPy arrays.
+        cache: an empty cache to use; None for one that the model makes.
     """
 
-    def __init__(self, model: Any, rows: int, *, cached: bool, torch_ids: bool) -> None:
+    def __init__(self, model: Any, rows: int, *, cached: bool, torch_ids: bool, cache: Any = None) -> None:
         self.model, self._names = model, _parameters(model)
         self._cache_name = cache_argument(self._names, model)
         self._of_transformers = self._cache_name is not None
@@ -63,7 +64,9 @@ class NextLogits:
         self._torch_ids = torch_ids or self._pads or _is_module(model)
         # Of a long prompt, the logits of other tokens than the last are large and unused.
         self._options: dict[str, Any] = {"logits_to_keep": 1} if self._pads and "logits_to_keep" in self._names else {}
-        if own_cache:
+        if cache is not None:
+            self._options[self._cache_name or "cache"] = _checked_cache(model, cache, self._cached)
+        elif own_cache:
             self._options["cache"] = stepwise_cache(model, rows)
         self._rows: list[list[int]] = [[] for _ in range(rows)]  # without a cache: all tokens
         self._lengths = np.zeros(rows, np.int64)  # (B,) of what the cache holds
@@ -132,6 +135,19 @@ class NextLogits:
         name, cache = found
         self._options[str(self._cache_name)] = cache
         self._mask_is_whole = needs_whole_mask(cache, name)
+
+
+def _checked_cache(model: Any, cache: Any, cached: bool) -> Any:
+    """The user's cache, if it is empty and the model takes one."""
+    name = type(model).__name__
+    if not cached:
+        raise CallError(f"generate: got cache=, but {name} takes none, or cached is False.\nFix: no cache=.")
+    length = getattr(cache, "length", None) if cached_length(cache) is None else cached_length(cache)
+    if length:
+        raise CallError(
+            f"generate: the cache holds {length} tokens, but the prompt begins at position 0.\nFix: a new cache, or cache.reset()."
+        )
+    return cache
 
 
 def _parameters(model: Any) -> frozenset[str]:

@@ -39,8 +39,17 @@ class SlotAllocator:
     have the same positions, then B.
     """
 
-    def __init__(self, mask: Mask, capacity: int, block: int, rewind: int, lookahead: LookaheadCheck | None) -> None:
+    def __init__(
+        self,
+        mask: Mask,
+        capacity: int,
+        block: int,
+        rewind: int,
+        lookahead: LookaheadCheck | None,
+        fixed: bool = False,
+    ) -> None:
         self.mask, self.floor, self.block, self.rewind = mask, capacity, block, rewind
+        self.fixed = fixed  # whether the capacity stays
         self.positions = np.full((1, capacity), -1, np.int64)
         self.next = np.zeros(1, np.int64)  # (R,) the position of the next token
         self.top = 0  # all used slots are below
@@ -132,6 +141,43 @@ class SlotAllocator:
         self.top = int(used[-1]) + 1 if len(used) else 0
         self._gaps = bool((self.positions[:, : self.top] < 0).any())  # rows may be cropped to other lengths
 
+    def drop(self, chosen: NDArray[np.int64]) -> None:
+        """Evict the tokens at these positions, (R, n); -1 stands for none."""
+        rows = max(len(chosen), len(self.positions))
+        of_rows = np.broadcast_to(chosen, (rows, chosen.shape[1]))
+        before = np.broadcast_to(self.positions[:, : self.top], (rows, self.top))
+        dropped = np.stack([np.isin(held, gone[gone >= 0]) for held, gone in zip(before, of_rows, strict=True)])
+        for b, gone in enumerate(of_rows):
+            missing = np.setdiff1d(gone[gone >= 0], before[b])
+            if len(missing):
+                raise CallError(
+                    f"drop: row {b} holds no token at {missing[:8].tolist()}. Fix: positions among those that append and attend "
+                    "return; -1 where a row has fewer."
+                )
+        if len(chosen) > len(self.positions):
+            self._widen(len(chosen))
+        many = len(self.used)
+        self.positions[:, : self.top][dropped[: len(self.positions)]] = -1
+        used = self.used
+        self.evicted += many - len(used)
+        self.top = int(used[-1]) + 1 if len(used) else 0
+        self._gaps = bool((self.positions[:, : self.top] < 0).any())
+
+    def keep(self, index: NDArray[np.int64]) -> None:
+        """Of the tokens of the last append keep these, (R, m), -1 for none, at consecutive positions; free the other slots."""
+        start, n = self.top - self.newest.shape[1], index.shape[1]
+        if len(index) > len(self.positions):
+            self._widen(len(index))
+            self.newest = np.repeat(self.newest, len(index), 0)
+        first = np.where(self.newest >= 0, self.newest, POSITION_MAX).min(1, initial=POSITION_MAX)
+        first = np.where(first < POSITION_MAX, first, self.next)  # (R,)
+        new = np.where(index >= 0, first[:, None] + np.arange(n), -1)
+        self.positions[:, start : self.top] = -1
+        self.positions[:, start : start + n] = new
+        self.top, self.newest = start + n, new
+        self.next = first + (index >= 0).sum(1)
+        self._gaps = bool((self.positions[:, : self.top] < 0).any())
+
     def reorder(self, index: NDArray[np.int64]) -> None:
         if len(self.positions) > 1:
             self.positions, self.next = self.positions[index], self.next[index]
@@ -184,6 +230,11 @@ class SlotAllocator:
         used = self.used
         live = used[~self._invisible(self.positions[:, used], first).all(0)]
         evicted = len(used) - len(live)
+        if self.fixed and len(live) + n > self.capacity:
+            raise CallError(
+                f"append: {n} new tokens and {len(live)} that later queries still see do not fit the {self.capacity} slots of a fixed "
+                f"capacity.\nFix: capacity={len(live) + n} or more, fewer tokens in an append, or a mask that hides old keys."
+            )
         if evicted:
             self.evicted += evicted
             self._complete_from = first.copy()
@@ -191,7 +242,9 @@ class SlotAllocator:
         self._since_sweep, self._interval = 0, max(self.block, needed // 8)
         self._most_live = max(self._most_live, len(live))
         enough = max(self._round(max(self._most_live, needed) + self._interval), self.floor)
-        if self.top + n > capacity and capacity - needed < self._interval // 2:
+        if self.fixed:
+            pass
+        elif self.top + n > capacity and capacity - needed < self._interval // 2:
             if evicted or not len(used):
                 capacity = enough
             else:  # a quarter more where tokens will be evicted at some time, so that little of it stays unused
@@ -281,6 +334,27 @@ def rows_of(index: Any, size: int, mask: Mask) -> NDArray[np.int64]:
     return rows
 
 
+def kept_of(index: Any, newest: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """Which tokens of the newest append (R, N) stay, (1, m) or (rows, m), -1 at the end where a row keeps fewer."""
+    kept = as_positions(index, "keep: index")
+    if kept.ndim not in (1, 2) or (kept.ndim == 2 and len(kept) != rows):
+        raise CallError(f"keep: index is {kept.shape}; expected (n,) for all rows, or ({rows}, n).")
+    kept, n = np.maximum(np.atleast_2d(kept), -1), newest.shape[1]
+    if np.any(kept >= n):
+        raise CallError(f"keep: index reaches {int(kept.max())}, but the newest append has the tokens 0 .. {n - 1}.")
+    ordered = np.sort(kept, 1)
+    if np.any((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)) or np.any(
+        (kept[:, 1:] >= 0) & (kept[:, :-1] < 0)
+    ):
+        raise CallError(f"keep: index is {kept.tolist()}; it names each token once, and -1 stands at the end of a row.")
+    places = np.take_along_axis(np.broadcast_to(newest, (max(len(newest), len(kept)), n)), kept, 1)
+    if np.any((places < 0) & (kept >= 0)):
+        raise CallError("keep: index names a token where its row has none (position -1).\nFix: -1 in that row.")
+    if len(newest) > 1 and len(kept) == 1:
+        kept = np.repeat(kept, len(newest), 0)
+    return kept[:1] if len(newest) == 1 and bool((kept == kept[:1]).all()) else kept
+
+
 def ends_of(n: Any, rows: int) -> NDArray[np.int64]:
     """The next position after a crop: one for all rows, (1,), or one for each, (rows,)."""
     ends = np.atleast_1d(as_positions(n, "crop: n"))
@@ -290,6 +364,14 @@ def ends_of(n: Any, rows: int) -> NDArray[np.int64]:
             f"one for all or one for each of {rows} rows."
         )
     return ends
+
+
+def positions_to_drop(positions: Any, rows: int) -> NDArray[np.int64]:
+    """Positions of tokens, (1, n) or (rows, n)."""
+    chosen = np.atleast_2d(as_positions(positions, "drop: positions"))
+    if chosen.ndim != 2 or len(chosen) not in (1, rows):
+        raise CallError(f"drop: positions are {chosen.shape}; expected (n,), or ({rows}, n) for each row of the batch.")
+    return chosen
 
 
 # Keys that come later.

@@ -1,14 +1,14 @@
 """Tables of pairs, as callers of other libraries pass them, as masks; and where the queries and keys of a mask stand.
 
 A table is boolean or additive (added to the scores). A boolean table is read as torch's SDPA reads it, True = may see, or as
-``nn.MultiheadAttention`` does, True = hidden. An additive one hides a pair with -inf or with the smallest value of its dtype; any other
-value but 0 is a bias. The last row of a table is that of the last key; where there are more queries than keys, the first row is that of
-the first key. Each call reads its table; what it is as a mask is found by its content. Inside torch.compile and torch.export it stays
-a tensor.
+``nn.MultiheadAttention`` does, True = hidden. An additive one hides a pair with -inf or with the lowest number of its dtype; any other
+number but 0 is a bias (:mod:`lowtri.ops.dense_tables` reads both). The last row of a table is that of the last key; where there are
+more queries than keys, the first row is that of the first key. Inside torch.compile and torch.export a table stays a tensor.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.errors import CallError
-from lowtri.integrations.content import content_of
-from lowtri.masks.array_masks import Keys, keys, table
-from lowtri.masks.arrays import FrozenArray
-from lowtri.masks.formulas import Band, causal, full
+from lowtri.masks.array_masks import keys, table
+from lowtri.masks.formulas import Band, full
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import EMPTY
 from lowtri.ops.arguments import plain_array
+from lowtri.ops.dense_tables import lowest_number, read_bools, read_numbers
 
 _FEW = 16  # queries: below, reading keys and values dominates, and hidden keys are trimmed at both ends
 
@@ -49,6 +48,7 @@ class LazyMask:
     remake: Callable[[], Tensor | None] | None = field(default=None, repr=False)  # for the forward that then runs
     context: Any = field(default=None, repr=False)  # a ContextParallel, which then has the positions
     packed: bool = field(default=False, repr=False)  # whether the documents that the call says are in it
+    cache: Any = field(default=None, repr=False)  # an EvictingCache, which then has the positions
 
     @cached_property
     def positions(self) -> dict[str, NDArray[np.int64]]:
@@ -88,23 +88,28 @@ class LazyMask:
 
     def rows(self, start: int, stop: int) -> LazyMask:
         """The queries ``start .. stop`` alone (indices)."""
-        self._require_positions()
+        self._require_sequence()
         return replace(self, q0=self.q0 + start, nq=max(stop - start, 0), remake=None)
 
     def columns(self, start: int, stop: int) -> LazyMask:
         """The keys ``start .. stop`` alone (indices)."""
-        self._require_positions()
+        self._require_sequence()
         return replace(self, k0=self.k0 + start, nk=max(stop - start, 0), remake=None)
 
     def table(self) -> NDArray[np.bool_]:
         """Every pair, True = may see: (B|1, Hq|1, Nq, Nk)."""
-        self._require_positions()
+        self._require_sequence()
+        if self.cache is not None:
+            raise CallError(
+                "EvictingCache: the model reads its mask, but the cache does not hold all of its columns.\n"
+                "Fix: transformers.DynamicCache for this model."
+            )
         q, k = np.arange(self.q0, self.q0 + self.nq), np.arange(self.k0, self.k0 + self.nk)
         pairs = np.asarray(self.mask(q[:, None], k[None, :]))
         lead = (*self.mask.batch, 1, 1)[:2]
         return np.broadcast_to(pairs.reshape(*lead, *pairs.shape[-2:]), (*lead, self.nq, self.nk))
 
-    def _require_positions(self) -> None:
+    def _require_sequence(self) -> None:
         if self.context is not None:
             raise CallError(
                 "transformers: the model reads its mask, but no process has all pairs of the sequence.\n"
@@ -162,26 +167,10 @@ class MaskAndBias(NamedTuple):
     bias: Tensor | None
 
 
-@dataclass
-class _Shown:
-    """The visible pairs of a table (B|1, H|1, Nq|1, Nk|1), compared by their digest."""
-
-    array: NDArray[np.bool_] | None
-    digest: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Shown) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-
 @lru_cache(maxsize=16)  # of the tables that the layers of a few models share
-def _lazy_mask_of(shown: _Shown, nq: int, nk: int) -> LazyMask:
-    """The mask of a table; the same object, with what was worked out from it, for a table with the same pairs."""
-    visible, shown.array = shown.array, None  # what is kept must not keep the user's memory
-    assert visible is not None
-    return LazyMask(_simplest_mask(visible, nq, nk), max(nk - nq, 0), nq, 0, nk)
+def _lazy_mask_of(mask: Mask, nq: int, nk: int) -> LazyMask:
+    """A mask in place; the same object, with what was worked out from it, for an equal one."""
+    return LazyMask(mask, max(nk - nq, 0), nq, 0, nk)
 
 
 def read_dense_mask(
@@ -191,6 +180,7 @@ def read_dense_mask(
     dtype: torch.dtype,
     true_hides: bool = False,
     name: tuple[str, str] = ("transformers", "attention_mask"),
+    lowest_hides: bool = True,
 ) -> MaskAndBias:
     """Read a table for ``nq`` queries and ``nk`` keys, outside of torch.compile.
 
@@ -202,22 +192,34 @@ def read_dense_mask(
     Args:
         mask: (B|1, H|1, Nq|1, Nk|1), or fewer dimensions in front; bools, True = may see, or numbers added to the scores.
         nq, nk: how many queries and keys the call has.
-        dtype: of the queries; the smallest value of this dtype hides, too.
-        true_hides: whether the mask is of ``nn.MultiheadAttention``: True = hidden, and of numbers only -inf hides.
+        dtype: of the queries.
+        true_hides: whether True = hidden, as in ``nn.MultiheadAttention``.
         name: of the library and the argument, for errors.
+        lowest_hides: whether the lowest number of a dtype hides, and not -inf alone; False for one of two masks, which decide
+            together whether a query sees any key.
 
     Raises:
         CallError: if the sizes do not fit, or the mask holds integers, which could be read as booleans or as a bias.
     """
     mask = plain_array(name[1], mask, name[0])
     shape = _in_four(mask, nq, nk, name)
-    numbers = mask.detach().reshape(shape)
-    visible = _visible(numbers, dtype, true_hides)
-    only_hides = mask.dtype == torch.bool or bool(((numbers == 0) | ~visible).all())
-    digest = content_of(visible)
-    shown = _Shown(visible.cpu().numpy(), digest or "")
-    lazy = _lazy_mask_of(shown, nq, nk) if digest else _lazy_mask_of.__wrapped__(shown, nq, nk)
-    return MaskAndBias(lazy, None if only_hides and not mask.requires_grad else mask.reshape(shape))
+    given = mask.reshape(shape)
+    found: Mask | None
+    if mask.dtype == torch.bool:
+        found, bias = read_bools(given, nq, nk, true_hides), None
+        if found is None:
+            raise CallError(
+                f"{name[0]}: {name[1]} is a tensor without numbers (fake, meta, or inside a transform). Fix: a tensor made outside."
+            )
+    else:
+        read = read_numbers(given, nq, nk, greatest_hidden(mask.dtype, dtype, lowest_hides), always=True)
+        found, bias = (full(), given) if read is None else (read.mask, given if read.is_bias else None)
+    return MaskAndBias(_lazy_mask_of(found, nq, nk), bias)
+
+
+def greatest_hidden(of_mask: torch.dtype, of_queries: torch.dtype, lowest_hides: bool) -> float:
+    """Up to which number a table hides."""
+    return lowest_number(of_mask, of_queries) if lowest_hides else -math.inf
 
 
 def read_table(
@@ -227,16 +229,19 @@ def read_table(
     dtype: torch.dtype,
     true_hides: bool = False,
     name: tuple[str, str] = ("transformers", "attention_mask"),
+    lowest_hides: bool = True,
 ) -> tuple[Mask, Tensor | None, dict[str, Any]]:
     """The mask, the bias and the positions of a table, as :func:`read_dense_mask`; also inside torch.compile and torch.export."""
     if not torch.compiler.is_compiling():
-        lazy, bias = read_dense_mask(mask, nq, nk, dtype, true_hides, name)
+        lazy, bias = read_dense_mask(mask, nq, nk, dtype, true_hides, name, lowest_hides)
         return lazy.mask, bias, lazy.positions
     mask = mask.reshape(_in_four(mask, nq, nk, name))
-    visible = _visible(mask, dtype, true_hides)
+    visible = _visible(
+        mask, greatest_hidden(mask.dtype, dtype, lowest_hides) if mask.is_floating_point() else 0, true_hides
+    )
     bias = None if mask.dtype == torch.bool else mask
     if mask.shape[1] == mask.shape[2] == 1 and nq != 1:
-        return keys(visible[:, 0, 0]), bias, {}
+        return keys(visible[:, 0, 0].expand(-1, nk)), bias, {}
     visible = visible.expand(*visible.shape[:2], nq, nk)
     if visible.shape[1] == 1:
         visible = visible[0, 0] if visible.shape[0] == 1 else visible[:, 0]
@@ -261,28 +266,11 @@ def _in_four(mask: Tensor, nq: int, nk: int, name: tuple[str, str]) -> tuple[int
     return shape
 
 
-def _visible(mask: Tensor, dtype: torch.dtype, true_hides: bool) -> Tensor:
-    """The visible pairs. A float32 mask may have been made with the smallest value of a narrower dtype, which hides, too."""
+def _visible(mask: Tensor, most_hidden: float, true_hides: bool) -> Tensor:
+    """The visible pairs, while a program is traced. A query with no number above the lowest one sees the keys that have it."""
     if mask.dtype == torch.bool:
         return ~mask if true_hides else mask
-    greatest_hidden = -torch.inf if true_hides else max(torch.finfo(mask.dtype).min, torch.finfo(dtype).min)
-    return ~(mask <= greatest_hidden)  # NaN hides nothing
-
-
-def _simplest_mask(visible: NDArray[np.bool_], nq: int, nk: int) -> Mask:
-    """The simplest mask that is this table: full, causal, keys, or the table itself."""
-    if visible.all():
-        return full()
-    for axis in (0, 1):
-        if len(visible) > 1 or axis:
-            first = visible.take([0], axis)
-            visible = first if (visible == first).all() else visible
-    if visible.shape[1:3] == (1, 1):
-        rows = np.broadcast_to(visible[:, 0, 0], (len(visible), nk))
-        return Keys(FrozenArray(rows[0] if len(rows) == 1 else rows))
-    visible = np.broadcast_to(visible, (*visible.shape[:2], nq, nk))
-    if visible.shape[:2] == (1, 1):
-        visible = visible[0, 0]
-        is_causal = nk >= nq and np.array_equal(visible, np.arange(nk) <= np.arange(nk - nq, nk)[:, None])
-        return causal() if is_causal else table(visible)
-    return table(visible[:, 0] if visible.shape[1] == 1 else visible)
+    visible = ~(mask <= most_hidden)  # NaN hides nothing
+    if most_hidden == -math.inf:
+        return visible
+    return visible | (~visible.any(dim=-1, keepdim=True) & (mask > -torch.inf))

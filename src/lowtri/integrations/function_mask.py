@@ -46,7 +46,7 @@ class FunctionMask(Mask):
         batch: the batch rows and heads that it is defined for; ``()`` where it is the same in all of them.
         size: Nq and Nk, the indices that may be used.
         b, h: the batch row and the head of an unbatched mask.
-        kept: what was worked out for tiles.
+        memo: what was worked out for tiles.
     """
 
     key: Any
@@ -58,7 +58,7 @@ class FunctionMask(Mask):
     size: tuple[int, int] = (POSITION_MAX, POSITION_MAX)
     b: int = 0
     h: int = 0
-    kept: dict[Any, Any] = field(default_factory=dict, compare=False)
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def _at(self, b: int, h: int) -> Mask:
         return replace(self, batch=(), b=b, h=h)
@@ -66,15 +66,18 @@ class FunctionMask(Mask):
     def _sees(self, q: Positions, k: Positions) -> Any:
         shape = () if isinstance(q, Interval) else np.broadcast_shapes(np.shape(q), np.shape(k))
         # The result at position -1 is not used, and positions past the last index do not occur; but an index must lie inside.
-        q, k = within(q, self.size[0]), within(k, self.size[1])
+        q = within(q, self.size[0])
+        k = within(k, self.size[1])
         if isinstance(q, Interval):
-            return bounds_of(self.traced, q, k, self.b, self.h, self.kept) if self.traced else Truth(False, True)
-        q, k = (torch.from_numpy(np.broadcast_to(x, shape).flatten()) for x in (q, k))
-        b, h = (torch.tensor(i, device=self.device) for i in (self.b, self.h))
+            return bounds_of(self.traced, q, k, self.b, self.h, self.memo) if self.traced else Truth(False, True)
+        q = torch.from_numpy(np.broadcast_to(q, shape).flatten())
+        k = torch.from_numpy(np.broadcast_to(k, shape).flatten())
+        b = torch.tensor(self.b, device=self.device)
+        h = torch.tensor(self.h, device=self.device)
         visible = np.empty(len(q), bool)
         for start in range(0, len(q), _PAIRS_AT_ONCE):
             chunk = slice(start, start + _PAIRS_AT_ONCE)
-            result = self.evaluate(b, h, *(x[chunk].to(self.device) for x in (q, k)))
+            result = self.evaluate(b, h, q[chunk].to(self.device), k[chunk].to(self.device))
             visible[chunk] = result.detach().to("cpu", torch.bool).numpy()
         return visible.reshape(shape) if shape else bool(visible[0])
 
@@ -97,7 +100,7 @@ class Node:
         call, args, kwargs: the operation.
         value: the captured tensor.
         before: all nodes up to this one, in order.
-        kept: what was worked out from it.
+        memo: what was worked out from it.
     """
 
     name: str
@@ -110,20 +113,23 @@ class Node:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     value: Any = None
-    kept: dict[Any, Any] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     def needed(self) -> list[Node]:
-        """This node and all that its value comes from, in order."""
-        nodes = {self}
-        for node in reversed(self.before):
-            if node in nodes:
-                nodes.update(nodes_in((*node.args, *node.kwargs.values())))
-        return [node for node in self.before if node in nodes]
+        """This node and all that its value comes from, in order; a trace that is complete does not change."""
+        if "needed" not in self.memo:
+            nodes = {self}
+            for node in reversed(self.before):
+                if node in nodes:
+                    nodes.update(nodes_in((*node.args, *node.kwargs.values())))
+            self.memo["needed"] = [node for node in self.before if node in nodes]
+        needed: list[Node] = self.memo["needed"]
+        return needed
 
-    def content(self) -> tuple[str | None, ...] | None:
-        """Digests of the arrays that the value comes from, as they are now; None if one cannot be read."""
-        digests = tuple(content_of(node.value) for node in self.needed() if node.value is not None)
-        return None if None in digests else digests
+    def content(self) -> tuple[Hashable | None, ...] | None:
+        """What is in the arrays that the value comes from, as they are now; None if one cannot be read."""
+        contents = tuple(content_of(node.value) for node in self.needed() if node.value is not None)
+        return None if None in contents else contents
 
     def program(self, by_identity: bool = False) -> tuple[Any, ...]:
         """Equal for nodes with equal values, whatever the indices.
@@ -156,6 +162,52 @@ class Node:
     def of_indices(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.at(b=b, h=h, q=q, k=k)
 
+    def of_ranges(self, *ranges: Tensor) -> Tensor | None:
+        """The values at all of these b, h, q and k, (B|1, H|1, Nq|1, Nk|1), by broadcasting; torch.vmap takes ten times as long.
+
+        None where an operation does more than to compute one number from single numbers.
+        """
+        values: dict[Node, Any] = {}
+        for node in self.needed():
+            if node.call is None and node.value is None:
+                axis = INDICES.index(node.name)
+                values[node] = ranges[axis].reshape([-1 if i == axis else 1 for i in range(4)])
+            elif node.call is None:
+                values[node] = node.value if node.value.ndim else node.value.reshape(1, 1, 1, 1)
+            elif not node.is_of_numbers():
+                return None
+            else:
+                args, kwargs = _mapped((node.args, node.kwargs), Node, values.__getitem__)
+                result = node.call(*args, **kwargs)
+                values[node] = result if result.ndim else result.reshape(1, 1, 1, 1)  # else its dtype would not count
+        result = values[self]
+        return result if result.ndim == 4 else None
+
+    def is_of_numbers(self) -> bool:
+        """Whether the operation computes one number from single numbers: a captured array is indexed in all of its dimensions."""
+        if "is_of_numbers" not in self.memo:
+            self.memo["is_of_numbers"] = self._is_of_numbers()
+        known: bool = self.memo["is_of_numbers"]
+        return known
+
+    def _is_of_numbers(self) -> bool:
+        inputs = nodes_in((*self.args, *self.kwargs.values()))
+        if self.name == "index":
+            table, *indices = inputs
+            return (
+                table.value is not None
+                and table.value.ndim == len(self.args[1]) == len(indices)
+                and _are_single(indices)
+            )
+        return (torch.Tag.pointwise in self.call.tags or self.name in _AS_THEY_ARE) and _are_single(inputs)
+
+
+_AS_THEY_ARE = ("_to_copy", "alias", "clone", "detach", "scalar_tensor")  # which torch does not tag as pointwise
+
+
+def _are_single(nodes: list[Node]) -> bool:
+    return all(node.value is None or node.value.ndim == 0 for node in nodes)
+
 
 def nodes_in(x: tuple[Any, ...]) -> list[Node]:
     """The nodes in nested arguments."""
@@ -184,21 +236,21 @@ def trace(function: Callable[..., Any], device: Any, *, of_score: bool = False) 
     reads = _environment(function, ())
     reads = None if reads is None else [*reads, *settings]
     keeps = isinstance(function, Hashable)
-    kept = _TRACES.get(function) if keeps else None
-    if kept is not None and reads is not None and _same(kept[0], reads):
-        return kept[1]
+    known = _TRACES.get(function) if keeps else None
+    if known is not None and reads is not None and _same(known[0], reads):
+        return known[1]
     traced = _traced(function, device, of_score)
     program = None if traced is None else (settings, traced.program(by_identity=True))
-    if kept is not None and traced is not None and kept[2] == program:
-        traced = kept[1]
+    if known is not None and traced is not None and known[2] == program:
+        traced = known[1]
     if keeps:
         _TRACES[function] = reads, traced, program
     return traced
 
 
 def _traced(function: Callable[..., Any], device: Any, of_score: bool) -> Node | None:
-    recorder, indices = _Recorder(), [torch.zeros((), dtype=torch.int64, device=device) for _ in INDICES]
-    inputs = dict(zip(INDICES, indices, strict=True))
+    recorder = _Recorder()
+    inputs = {name: torch.zeros((), dtype=torch.int64, device=device) for name in INDICES}
     if of_score:
         inputs = {"score": torch.zeros((), device=device), **inputs}
     for name, x in inputs.items():
@@ -275,13 +327,14 @@ class _UnknownError(Exception):
     """What a trace cannot follow, or an operation whose bounds are not known."""
 
 
+# These take the dtype and the device of their input alone.
 _LIKE = (
     "new_zeros",
     "new_ones",
     "new_full",
     "zeros_like",
     "ones_like",
-)  # take the dtype and device of their input alone
+)
 
 
 class _Recorder(TorchDispatchMode):
@@ -304,7 +357,8 @@ class _Recorder(TorchDispatchMode):
         if name is None:
             raise _UnknownError
         result = func(*args, **(kwargs or {}))
-        args, kwargs = _mapped(args, Tensor, self._node), _mapped(kwargs or {}, Tensor, self._node)
+        args = _mapped(args, Tensor, self._node)
+        kwargs = _mapped(kwargs or {}, Tensor, self._node)
         reads = frozenset().union(*(x.reads for x in nodes_in((*args, *kwargs.values())) if name not in _LIKE))
         if isinstance(result, Tensor):
             self.add(result, name, reads=reads, call=func, args=args, kwargs=kwargs)
@@ -318,8 +372,20 @@ class _Recorder(TorchDispatchMode):
         return self.add(x, key=None if x.ndim else (x.dtype, x.item()), value=x)
 
 
-_READERS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__)  # of numbers, which no operation shows
-_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)  # which read those of tensors in lists
+# These read numbers, which no operation shows.
+_LEAVES_TORCH = (
+    Tensor.numpy,
+    Tensor.tolist,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+)
+# These read the numbers of tensors in lists.
+_COPIES_TO_TENSOR = (
+    torch.tensor,
+    torch.as_tensor,
+    torch.asarray,
+    Tensor.new_tensor,
+)
 
 
 class _Indexing(TorchFunctionMode):
@@ -332,9 +398,9 @@ class _Indexing(TorchFunctionMode):
                 isinstance(x, Tensor) or type(x) is int for x in index
             ):
                 return torch.ops.aten.index.Tensor(args[0], [torch.as_tensor(x, device=args[0].device) for x in index])
-        if func in _READERS:
+        if func in _LEAVES_TORCH:
             raise _UnknownError
-        if func in _MAKERS:
+        if func in _COPIES_TO_TENSOR:
             _mapped([x for x in (*args, *(kwargs or {}).values()) if isinstance(x, (list, tuple))], Tensor, _refuse)
         return func(*args, **(kwargs or {}))
 
@@ -347,7 +413,7 @@ def _refuse(x: Tensor) -> None:
 
 
 def bounds_of(
-    node: Node, q: Interval, k: Interval, b: int = 0, h: int = 0, kept: dict[Any, Any] | None = None
+    node: Node, q: Interval, k: Interval, b: int = 0, h: int = 0, memo: dict[Any, Any] | None = None
 ) -> Truth:
     """Whether a node is true for every, and whether for some of these q and k.
 
@@ -356,11 +422,14 @@ def bounds_of(
     if np.any(q.high > _LARGEST) or np.any(k.high > _LARGEST):
         return Truth(False, True)
     values: dict[Node, Any] = {}
-    kept = {} if kept is None else kept
+    memo = {} if memo is None else memo
     try:
         for one in node.needed():
-            values[one] = result = _bounds(one, values, q, k, b, h, kept)
-            ends = (result.low, result.high) if isinstance(result, Interval) else (result,) * (type(result) is int)
+            values[one] = result = _bounds(one, values, q, k, b, h, memo)
+            if isinstance(result, Interval):
+                ends = [result.low, result.high]
+            else:
+                ends = [result] if type(result) is int else []
             if any(np.any((end > _LARGEST) | (end < -_LARGEST)) for end in ends):
                 raise _UnknownError
     except (_UnknownError, TypeError):  # intervals have no rule for it
@@ -369,19 +438,21 @@ def bounds_of(
     return result if isinstance(result, Truth) else Truth(result is True, result is not False)
 
 
-def _bounds(node: Node, values: dict[Node, Any], q: Interval, k: Interval, b: int, h: int, kept: dict[Any, Any]) -> Any:
+def _bounds(node: Node, values: dict[Node, Any], q: Interval, k: Interval, b: int, h: int, memo: dict[Any, Any]) -> Any:
     """The range of a node, from those of its arguments; a number or a tensor where it does not depend on q and k."""
     if not node.reads & {"q", "k"}:
-        if (node, b, h) not in kept:
+        if (node, b, h) not in memo:
             with torch.no_grad():
                 fixed = node.at(b=torch.tensor(b, device=node.device), h=torch.tensor(h, device=node.device))
-            kept[node, b, h] = fixed.item() if fixed.ndim == 0 and fixed.dtype in _WHOLE else fixed
-        return kept[node, b, h]
+            memo[node, b, h] = fixed.item() if fixed.ndim == 0 and fixed.dtype in _WHOLE else fixed
+        return memo[node, b, h]
     if node.call is None:
         return q if node.name == "q" else k
-    name, kwargs, args = node.name, dict(node.kwargs), _mapped(node.args, Node, values.__getitem__)
+    name = node.name
+    kwargs = dict(node.kwargs)
+    args = _mapped(node.args, Node, values.__getitem__)
     if name == "index":
-        return _indexed(args[0], args[1], (node, b, h), kept)
+        return _indexed(args[0], args[1], (node, b, h), memo)
     if name in ("_to_copy", "alias", "clone", "detach"):
         if node.dtype not in _WHOLE[1:] or kwargs.keys() - {"dtype", "memory_format"}:
             raise _UnknownError  # floats round, and smaller integers wrap
@@ -410,7 +481,7 @@ def _number(x: Any) -> Any:
     return Interval(x.every + 0, x.some + 0) if isinstance(x, Truth) else x
 
 
-def _indexed(tensor: Any, indices: tuple[Any, ...], key: tuple[Node, int, int], kept: dict[Any, Any]) -> Any:
+def _indexed(tensor: Any, indices: tuple[Any, ...], key: tuple[Node, int, int], memo: dict[Any, Any]) -> Any:
     """A tensor at indices of which one varies."""
     varying = [i for i, x in enumerate(indices) if isinstance(x, Interval)]
     fits = isinstance(tensor, Tensor) and tensor.dtype in _WHOLE and tensor.ndim == len(indices) and len(varying) == 1
@@ -420,10 +491,10 @@ def _indexed(tensor: Any, indices: tuple[Any, ...], key: tuple[Node, int, int], 
         low, high = (x.low, x.high) if isinstance(x, Interval) else (x, x)
         if np.any(np.asarray(low) < 0) or np.any(np.asarray(high) >= n):
             raise _UnknownError
-    if key not in kept:
+    if key not in memo:
         along = tensor[tuple(slice(None) if isinstance(x, Interval) else x for x in indices)]
-        kept[key] = RangeMinMax(along.detach().cpu().numpy().astype(np.int64))
-    values: Interval = kept[key][indices[varying[0]]]
+        memo[key] = RangeMinMax(along.detach().cpu().numpy().astype(np.int64))
+    values: Interval = memo[key][indices[varying[0]]]
     return values if tensor.dtype != torch.bool else values >= 1
 
 

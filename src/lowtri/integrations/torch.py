@@ -34,6 +34,7 @@ from lowtri.integrations.dense_mask import join, read_table, top_left_positions
 from lowtri.integrations.replaced_class import Replaced, replace_forward, restore_forward
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
+from lowtri.masks.tile import check_flag, shown
 from lowtri.ops.arguments import plain_array
 
 __all__ = ["MultiheadError", "switch"]
@@ -75,8 +76,8 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
     """
     if not isinstance(module, nn.Module):
         raise EngineError(f"switch: the model is {module!r:.60}, but it takes an nn.Module. Fix: an instance of one.")
-    if engine not in ("auto", *BACKENDS):
-        raise EngineError(f"switch: there is no engine {engine!r}. There are: auto, {', '.join(BACKENDS)}.")
+    if not isinstance(engine, str) or engine not in ("auto", *BACKENDS):
+        raise EngineError(f"switch: there is no engine {shown(engine)}. There are: auto, {', '.join(BACKENDS)}.")
     parts: list[Any] = list(module.modules())
     switched: list[Any] = [x for x in parts if isinstance(x, Replaced) and hasattr(x, "lowtri_engine")]
     if back:
@@ -143,11 +144,16 @@ class _Multihead(Replaced):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As of ``nn.MultiheadAttention``, on lowtri's engines."""
+        flags = {"is_causal": is_causal, "need_weights": need_weights, "average_attn_weights": average_attn_weights}
+        for name, flag in flags.items():
+            if type(flag) is not bool and not torch.compiler.is_compiling():
+                flags[name] = check_flag(_NAME, name, flag, MultiheadError)
+        is_causal, need_weights = flags["is_causal"], flags["need_weights"]
         masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         output, weights = _multi_head_attention(
             self, query, key, value, masks, is_causal=is_causal, return_weights=need_weights, engine=self.lowtri_engine
         )
-        if weights is not None and average_attn_weights:
+        if weights is not None and flags["average_attn_weights"]:
             weights = weights.mean(-3)
         return output, weights
 
@@ -289,9 +295,11 @@ def _read_masks(
     if is_causal:
         mask, positions = causal(), top_left_positions(nq, nk)
     elif attn_mask is not None:
-        mask, bias, positions = read_table(attn_mask, nq, nk, q.dtype, True, (_NAME, "attn_mask"))
+        name = _NAME, "attn_mask"
+        mask, bias, positions = read_table(attn_mask, nq, nk, q.dtype, True, name, lowest_hides=padding is None)
     if padding is not None:
-        valid, added, _ = read_table(padding[:, None, None], nq, nk, q.dtype, True, (_NAME, "key_padding_mask"))
+        name, alone = (_NAME, "key_padding_mask"), attn_mask is None and not is_causal
+        valid, added, _ = read_table(padding[:, None, None], nq, nk, q.dtype, True, name, lowest_hides=alone)
         mask = join(mask, valid)
         if added is not None:
             bias = added if bias is None else bias + added

@@ -15,7 +15,9 @@ simd           the operations that kernels are written in, on vectors of 64 byte
 product        the matrix products: on vectors, in blocks of bf16 on ARM, on AMX's tile registers; the ceilings of a CPU
 rows           rows of arrays and tiles: filled, transposed, widened, rounded; as operands of products; with NaN and inf
 tiles          the steps of one tile of queries: its key tiles, scores, online softmax, products
+dropout        which weights of a tile are dropped
 forward        attention, tile by tile of the plan
 backward       the gradients of attention
+weights        the weights, and what each key received
 decode         few queries against a cache
 """

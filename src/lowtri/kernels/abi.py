@@ -50,6 +50,15 @@ KEY_SUMS = _integers("part", "b", "h", "n", "rows", "size")
 # Of masks.plan.Plan.
 PLAN = _integers("rows", "mask_index", "mask_index_b", "mask_index_h", "row_start", "runs", "tile_bits", "bits")
 OPTIONS = np.dtype([("scale", np.float64), ("softcap", np.float64)])  # softcap 0: none
+# The addresses of the positions of queries, int64, and of the words of keys, uint32 (:mod:`lowtri.ops.dropout`), with the steps from
+# one row of the batch to the next; 0: no dropout. Then the greatest draw that drops, the share of the weights that are kept, and what
+# these are multiplied by.
+DROPOUT = np.dtype(
+    [
+        *((name, np.int64) for name in ("q_positions", "q_positions_b", "key_words", "key_words_b", "last_dropped")),
+        *((name, np.float64) for name in ("share", "scale")),
+    ]
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +66,7 @@ class Abi:
     """A kernel's record.
 
     Attributes:
-        addresses: the arrays of a run; the address is 0 if the call does not have the array.
+        addresses: the arrays of a run; the address is 0 if the call does not have the array. ``seed`` is the number itself.
         fields: the fields that are written when a call is prepared, each an int64 or a record of numbers.
         thread, shared: the parts of the scratch memory of one thread, and those that all threads share.
         zeros: the shared part that begins at 0 in each run.
@@ -178,6 +187,10 @@ _SIZES = {name: np.int64 for name in ("batch", "heads", "group", "nq", "nk", "d"
 _INPUTS = {"k_strides": STRIDES, "v_strides": STRIDES, "q_strides": STRIDES, "bias_strides": BROADCAST}
 
 
+def _dropout() -> Parts:
+    return {"query_words": 8 * QUERIES, "kept": 8 * KEYS}
+
+
 def _kv_heads(sizes: Sizes) -> int:
     return int(sizes["batch"] * sizes["heads"] // sizes["group"])
 
@@ -218,6 +231,7 @@ def _forward(spec: KernelSpec, sizes: Sizes) -> Parts:
         "rows": 0 if is_direct else row * max(d_padded, dv_padded),
         "kept_keys": kept_keys,
         "kept_values": kept_values,
+        **_dropout(),
         "tile_configuration": 128 * spec.on_tiles,
     }
 
@@ -247,6 +261,20 @@ def _backward(spec: KernelSpec, sizes: Sizes) -> Parts:
         "d_output_pairs": dv_rows // 2 if spec.in_pairs else 0,
         "zeros": number * round_up(d, 32) if spec.in_pairs else 0,
         "packed_keys": 2 * KEYS * product_rows(d, spec) * spec.on_tiles,
+        **_dropout(),
+        "tile_configuration": 128 * spec.on_tiles,
+    }
+
+
+def _weights(spec: KernelSpec, sizes: Sizes) -> Parts:
+    row, number, d_padded = spec.row_bytes, spec.number_bytes, padded(spec, sizes["d"])
+    return {
+        "queries": row * d_padded // spec.per_word,
+        "scores": row * KEYS,
+        "shift": row,
+        "shift_low": row,
+        "rows": number * QUERIES * max(d_padded, KEYS),
+        "keys": number * KEYS * d_padded,
         "tile_configuration": 128 * spec.on_tiles,
     }
 
@@ -272,8 +300,8 @@ def _decoded_parts(spec: KernelSpec, sizes: Sizes) -> Parts:
 # 3e-5 only, and all weights of a query would be off by that much of themselves.
 FORWARD = Abi(
     "forward",
-    ("q", "k", "v", "o", "lse", "lse_low", "bias", "sinks"),
-    {**_SIZES, **_INPUTS, "o_strides": STRIDES, "plan": PLAN, "options": OPTIONS},
+    ("q", "k", "v", "o", "lse", "lse_low", "bias", "sinks", "seed"),
+    {**_SIZES, **_INPUTS, "o_strides": STRIDES, "plan": PLAN, "options": OPTIONS, "dropout": DROPOUT},
     _forward,
     _transposed_tiles("dv"),
     "packed_states",
@@ -286,15 +314,24 @@ BACKWARD = Abi(
     "backward",
     (
         *("q", "k", "v", "bias", "output", "lse", "lse_low", "d_output"),
-        *("d_lse", "delta", "dq", "dk", "grad_v", "d_bias"),
+        *("d_lse", "delta", "dq", "dk", "grad_v", "d_bias", "seed"),
     ),
     {"parts": np.int64, **_SIZES, **_INPUTS}
     | {name: STRIDES for name in ("output_strides", "d_output_strides", "dq_strides")}
     | {"dk_layout": KEY_SUMS, "dv_layout": KEY_SUMS}
-    | {"d_bias_strides": PARTIAL_SUMS, "plan": PLAN, "options": OPTIONS},
+    | {"d_bias_strides": PARTIAL_SUMS, "plan": PLAN, "options": OPTIONS, "dropout": DROPOUT},
     _backward,
     _transposed_tiles("d"),
     "packed_states",
+)
+
+# weights, in the dtype of the arrays, and received, in the compute dtype, are packed and start at 0. A task has one of ``parts`` of the
+# key tiles.
+WEIGHTS = Abi(
+    "weights",
+    ("q", "k", "lse", "lse_low", "bias", "weights", "received"),
+    {"parts": np.int64, **_SIZES, **_INPUTS, "plan": PLAN, "options": OPTIONS, "dropout": DROPOUT},
+    _weights,
 )
 
 # visible is the address of a table of bytes (B or 1, Hq or 1, Nq, Nk), 0 if all of it is visible. Keys before first_key are hidden.

@@ -8,6 +8,9 @@ lanes; ``weights`` and ``ds`` (dS^T, the gradient of the scores) are the left op
     dP^T    = V dO^T                     dS      = weights * (dP - delta),   delta = sum of dO * O
     dV     += weights dO                 dK     += dS Q                      dQ += dS^T K
 
+With dropout, dP and the weights of dV are 0 where a weight was dropped, and the others are divided by the share that is kept; delta is
+that of the output, and so needs no change.
+
 dP and delta are rounded separately, so their difference has an error of a few roundings of |dO| |V|. Where one key has all the weight,
 the plain formula computes both from the same numbers and gives exactly 0; this kernel gives a result of the size of that error.
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels import rows, tiles
+from lowtri.kernels import dropout, rows, tiles
 from lowtri.kernels.abi import KEYS
 from lowtri.kernels.device import device_function, scratch_at, take, tasks
 from lowtri.kernels.product import configure_tiles, restore_tiles
@@ -233,10 +236,13 @@ def backward_tile(call, own, part, b, h, r, dk, grad_v, spec):
     do_words, finite = query_rows(do, do_step, n, dv, lse, do_rows, dv_row, pairs, copy, own.d_output, spec)
     finite = finite and finite_q
     seeing = load_lse_and_delta(call, own, b, h, r, n, spec)
+    drops = call.dropout.key_words != 0
+    if drops:
+        dropout.write_query_words(call, own, b, h, r, n)
     if spec.in_pairs:
         rows.fill(own.zeros, rows.round_up(d, 32), 0.0, spec)
     rows.zero_output(own.dq, n, d, spec)
-    for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, spec):
+    for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, 0, tiles.ALL_TILES, spec):
         k_tile = rows.input_row(call.k, k_step, b, kv, key0, spec)
         v_tile = rows.input_row(call.v, v_step, b, kv, key0, spec)
         k, k_n, k_d = rows.head_operand(k_tile, k_step.n, k_step.d, keys, d, own.keys, spec)
@@ -244,6 +250,9 @@ def backward_tile(call, own, part, b, h, r, dk, grad_v, spec):
         tiles.score_tile(k, k_n, k_d, own.queries, scores, spec.row_bytes, d, KEYS, spans, groups, spec)
         v, v_n, v_d = rows.head_operand(v_tile, v_step.n, v_step.d, keys, dv, own.values, spec)
         tiles.score_tile(v, v_n, v_d, own.d_output, ds, spec.row_bytes, dv, KEYS, spans, groups, spec)
+        if drops:
+            dropout.draw_tile(call, own, b, key0, keys, 0, n)
+            dropout.drop_and_scale(ds, own.kept, call.dropout.scale, keys, spec)
         scale_log2 = scale * as_number(LOG2E, spec)
         if softcap > 0 or call.bias:  # these passes need scaled scores
             rows.multiply_by(scores, QUERIES * keys, scale_log2, spec)
@@ -262,10 +271,12 @@ def backward_tile(call, own, part, b, h, r, dk, grad_v, spec):
         tile_dk = dk + number_bytes * key0 * call.dk_layout.n
         tile_dv = grad_v + number_bytes * key0 * call.dv_layout.n
         q_operand, do_operand, dq_operand = q_words, do_words, own.d_softcap
-        if spec.in_pairs and not (non_finite or softcap > 0 or call.d_bias):
+        if spec.in_pairs and not (non_finite or softcap > 0 or call.d_bias or drops):
             weights_and_ds_in_pairs(own, scale_log2, mask_bits, seeing, keys, spec)
         else:
             weights_and_ds(own, scale_log2, mask_bits, seeing, keys, spec)
+            if drops:
+                dropout.drop_and_scale(scores, own.kept, call.dropout.scale, keys, spec)
             if call.d_bias:
                 sums = call.d_bias_strides
                 index = part * sums.part + b * sums.b + h * sums.h + r * QUERIES * sums.q + key0 * sums.k

@@ -8,6 +8,7 @@ S^T = K Q^T, softmax works lane by lane, and O^T += V^T P^T, so keys and values 
         softcap, bias                    passes over the tile, if the call has them
         hidden pairs to -inf             apply_mask, if the run is PARTIAL
         weights, and the running sum     softmax_tile, softmax_in_pairs
+    dropped weights to 0             drop_weights, drop_pairs, if the call has dropout
         output += weights x values       pv_rows, finish_pv
 
 With products on tile registers the unit of work is one half of the queries, and its product with the values follows the next unit's
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtri.kernels import rows, tiles
+from lowtri.kernels import dropout, rows, tiles
 from lowtri.kernels.abi import KEYS
 from lowtri.kernels.device import device_function, scratch_at, take, tasks
 from lowtri.kernels.product import configure_tiles, restore_tiles
@@ -56,6 +57,8 @@ def attend_tile(call, own, b, h, r, non_finite, spec):
     if call.sinks:
         start_m = read(call.sinks + number_bytes * h, spec) * as_number(tiles.LOG2E, spec)
         start_l = as_number(1.0, spec) if start_m > -np.inf else as_number(0.0, spec)
+    if call.dropout.key_words:
+        dropout.write_query_words(call, own, b, h, r, n)
     rows.fill(m, QUERIES, start_m, spec)
     rows.fill(l, QUERIES, start_l, spec)
     # On tiles the first product of each half of the queries sets the output, one bit of ``written`` for each half.
@@ -69,7 +72,7 @@ def attend_tile(call, own, b, h, r, non_finite, spec):
         per_pass = QUERIES // 2
     for first_query in range(0, n, per_pass):
         fetched = 0
-        for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, spec):
+        for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, 0, tiles.ALL_TILES, spec):
             # Tasks go from the last row to the first, so what the next one sees first lies before this one's first tile.
             ahead = KEYS if fetched else -KEYS
             if not spec.on_tiles:  # there this was measured to gain little or to lose
@@ -103,6 +106,13 @@ def attend_tile(call, own, b, h, r, non_finite, spec):
                     )
                 else:
                     tiles.softmax_tile(scores, scale_log2, spans, m, l, output, dv, spec)
+                if call.dropout.key_words:
+                    stop = min(n, query + spec.unit_queries)
+                    dropout.draw_tile(call, own, b, key0, keys, query, stop)
+                    if spec.on_tiles:
+                        dropout.drop_pairs(pairs, own.kept, query, spans[0], spans[1], spec)
+                    else:
+                        dropout.drop_weights(scores, own.kept, keys, spec)
                 if non_finite:
                     if spec.on_tiles:
                         tiles.unpack_weights(scores, pairs, keys, spec)
@@ -199,8 +209,10 @@ def forward_tile(call, own, b, h, r, spec):
             break
         # Some value is NaN or inf. It must not reach queries that do not see it: compute the tile again, with the non-finite path.
         non_finite = True
-    store_output(call, own, n, rows.input_row(call.o, call.o_strides, b, h, r * QUERIES, spec), spec)
     store_lse(call, own, b, h, r, n, spec)
+    if call.dropout.key_words:  # where all weights are dropped, the sums become 0, and so do the outputs
+        rows.multiply_by(own.total, QUERIES, as_number(call.dropout.share, spec), spec)
+    store_output(call, own, n, rows.input_row(call.o, call.o_strides, b, h, r * QUERIES, spec), spec)
 
 
 def forward(call):

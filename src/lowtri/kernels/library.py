@@ -59,9 +59,9 @@ def library_name(system: str) -> str:
 @cache
 def sources_hash() -> str:
     """A hash of all files that compiled kernels depend on."""
-    digest, private = hashlib.sha256(), _PACKAGE / "compat" / "numba_private.py"
+    digest, others = hashlib.sha256(), [_PACKAGE / "compat" / "numba_private.py", _PACKAGE / "ops" / "dropout.py"]
     files = [x for x in sorted((_PACKAGE / "kernels").glob("*.py")) if x.stem not in _RUN_TIME]
-    for file in [*files, private, *([_BUILDER] if _BUILDER.is_file() else [])]:
+    for file in [*files, *others, *([_BUILDER] if _BUILDER.is_file() else [])]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 

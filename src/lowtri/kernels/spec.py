@@ -1,7 +1,7 @@
 """What a kernel is compiled for (a dtype, how its rows are read, an instruction set), and which kernels an instruction set has.
 
-A kernel (forward, backward, decode) is written once. Where its code depends on the spec, a branch on one of its properties is decided
-when it is compiled (:mod:`lowtri.kernels.device`).
+A kernel (forward, backward, weights, decode) is written once. Where its code depends on the spec, a branch on one of its properties
+is decided when it is compiled (:mod:`lowtri.kernels.device`).
 
     operand     how the rows of Q, K and V enter a product
     direct      read from the array
@@ -88,7 +88,7 @@ def _packed_pairs(q: Array, k: Array, v: Array) -> bool:
 
 
 class Variant(NamedTuple):
-    """The kernels for one dtype and one way to read rows: those of whole tiles, forward and backward, or decode."""
+    """The kernels for one dtype and one way to read rows: those of whole tiles (forward, backward, weights), or decode."""
 
     family: str  # forward, or decode
     spec: KernelSpec
@@ -116,7 +116,8 @@ def variants_of(isa: Baseline) -> list[Variant]:
 def functions_of(isa: Baseline, with_disabled: bool = False) -> list[tuple[str, KernelSpec]]:
     """The kernels of an instruction set, by name and spec, with those that measure the ceilings of a CPU."""
     variants = [x for x in variants_of(isa) if x.enabled or (with_disabled and (isa.has_tiles or not x.spec.on_tiles))]
-    kernels = [(x.family, x.spec) for x in variants] + [("backward", x.spec) for x in variants if x.family == "forward"]
+    kernels = [(x.family, x.spec) for x in variants]
+    kernels += [(name, x.spec) for name in ("backward", "weights") for x in variants if x.family == "forward"]
     measured = [("read", KernelSpec("float32", "direct", isa)), ("multiply", KernelSpec("float32", "direct", isa))]
     if isa.has_pairs or with_disabled:
         measured.append(("multiply", KernelSpec("bfloat16", "pairs", isa)))

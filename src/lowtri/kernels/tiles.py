@@ -56,6 +56,7 @@ _BLOCK = 24  # keys; a multiple of the rows of every register tile
 _FEWEST = 8  # keys of a product of scores
 _HALF_ROW = 128  # bytes of a row of 32 pairs
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+ALL_TILES = 2**31  # more than there are
 LARGE = 2.0**20  # units of log 2: above it a float32's last digit is an eighth or more
 MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2 ** 8
 
@@ -88,8 +89,8 @@ def visible_range(mask_bits, keys, queries):
 
 
 @device_function
-def visible_tiles(plan, b, h, r, nk, spec):
-    """The key tiles of row r of a head's plan, as (first key, keys, mask bits).
+def visible_tiles(plan, b, h, r, nk, first_tile, last_tile, spec):
+    """The key tiles ``first_tile`` .. ``last_tile`` in row r of a head's plan, as (first key, keys, mask bits).
 
     They have the keys that any query sees: from a whole pair on, on tile registers in whole blocks of 32. A run of the plan is four
     int32: first tile, one past the last, kind, and the index of its first tile in ``tile_bits``. The patterns in ``bits`` have a word
@@ -101,7 +102,7 @@ def visible_tiles(plan, b, h, r, nk, spec):
         fields = runs + 16 * run
         first, last, kind = read_int32(fields), read_int32(fields + 4), read_int32(fields + 8)
         index = read_int32(fields + 12)
-        for tile in range(first, last):
+        for tile in range(max(first, first_tile), min(last, last_tile)):
             keys, start, mask_bits = min(KEYS, nk - tile * KEYS), 0, 0
             stop = keys
             if kind != FULL:

@@ -97,7 +97,7 @@ def _pictures(words: list[str], example: list[str]) -> dict[str, str]:
     """What is seen of the first figures where scripts are off: who sees whom, and the steps of the worked example."""
     from lowtri.explaining.example import ENCODINGS, drawn
     from lowtri.explaining.steps import explain
-    from lowtri.masks.picture import svg
+    from lowtri.pictures.masks import svg
 
     module, _ = drawn(2, 0, 42)
     steps = explain(module, ENCODINGS, tokens=example, mask="causal")

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, integer_array
+from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, integer_array, is_compiling, is_traced
 from lowtri.masks.formulas import First
-from lowtri.masks.mask import Mask, constructor
+from lowtri.masks.mask import Mask, OfTracedLengths, array_text, constructor
 from lowtri.masks.tile import POSITION_MAX, Interval, Positions, Truth, within
 
 
@@ -51,11 +51,13 @@ class KeyLengths(Mask):
     """In batch row b only the first ``lengths[b]`` keys."""
 
     lengths: tuple[int, ...]
+    _array: ClassVar[NDArray[np.int64]]
 
     depends_on_query = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_batch", (len(self.lengths),))
+        object.__setattr__(self, "_array", np.array(self.lengths, np.int64))  # which compiled programs read
 
     def _at(self, b: int, h: int) -> Mask:
         return First(self.lengths[b])
@@ -64,7 +66,8 @@ class KeyLengths(Mask):
         return max(self.lengths) + max(self.lengths) // 2
 
     def _text(self, arrays: list[Any] | None = None) -> str:
-        return f"keys(lengths={list(self.lengths)})"
+        lengths: Any = list(self.lengths) if arrays is None or not is_compiling() else array_text(self._array, arrays)
+        return f"keys(lengths={lengths})"
 
 
 @constructor()
@@ -90,6 +93,8 @@ def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
     """
     if (valid is None) == (lengths is None):
         raise MaskError("keys: give valid (True = real) or lengths=, one of them.")
+    if is_traced(lengths):
+        return OfTracedLengths(FrozenArray(integer_array("keys", "lengths", lengths, VECTOR)), "keys", "lengths")
     if lengths is not None:
         sizes = integer_array("keys", "lengths", lengths, VECTOR).tolist()
         if min(sizes) < 0 or max(sizes) > POSITION_MAX:
@@ -122,7 +127,8 @@ class Table(Mask):
         if isinstance(q, Interval):
             return self._of_tile(q, k)
         nq, nk = self.table.array.shape
-        rows, last = q - self._start, self._start + nq - 1
+        rows = q - self._start
+        last = self._start + nq - 1
         # A negative position holds no token and needs no row; without queries or without keys there are no pairs.
         outside = np.any((q >= 0) & ((rows < 0) | (rows >= nq))) or np.any(k >= nk)
         if outside and np.size(q) and np.size(k):
@@ -133,19 +139,51 @@ class Table(Mask):
             )
         return _pairs(self.table.array, within(rows, nq), within(k, nk))
 
+    def _packed(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+        nq, nk = self.table.array.shape
+        rows = q - self._start
+        for positions, end in ((rows, nq), (k, nk)):
+            if not len(positions) or positions[0] < 0 or positions[-1] >= end or np.any(np.diff(positions) != 1):
+                return None
+        return pack_queries(self.table.array[rows[0] : rows[-1] + 1, k[0] : k[-1] + 1])
+
     def _of_tile(self, q: Interval, k: Interval) -> Truth:
         nq, nk = self.table.array.shape
         q = q - self._start
-        rows, columns = within(q, nq), within(k, nk)
+        if type(q.low) is type(k.low) is int and (q.low, q.high, k.low, k.high) == (0, nq - 1, 0, nk - 1):
+            return Truth(bool(self.table.array.all()), bool(self.table.array.any()))  # needs no sums
+        rows = within(q, nq)
+        columns = within(k, nk)
         inside = (rows.low == q.low) & (rows.high == q.high) & (columns.low == k.low) & (columns.high == k.high)
         top, bottom = rows.low, rows.high + 1
         left, right = columns.low, columns.high + 1
-        of_right, of_left = (self._sums(bottom, j) - self._sums(top, j) for j in (right, left))  # neither is below 0
-        visible = of_right - of_left
+        before_right = self._sums(bottom, right) - self._sums(top, right)  # never below 0
+        before_left = self._sums(bottom, left) - self._sums(top, left)
+        visible = before_right - before_left
         return Truth(inside & (visible == (bottom - top) * (right - left)), (inside ^ True) | (visible > 0))
 
 
-_BLOCK_ROWS, _BLOCK_COLUMNS = 16, 8  # the pairs of a block fit into a byte, its columns into a word
+def pack_queries(visible: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    """Bools (Nq, Nk) as words (rows, Nk), one for each key and 64 queries: bit i is the row's query i.
+
+    >>> pack_queries(np.array([[True, False], [True, True]])).tolist()
+    [[3, 2]]
+    """
+    nq, nk = visible.shape
+    rows = -(-nq // 64)
+    queries = visible.view(np.uint8)
+    if nq % 64:
+        queries = np.zeros((rows * 64, nk), np.uint8)
+        queries[:nq] = visible
+    eights = queries.reshape(rows * 8, 8, nk)
+    bytes_ = eights[:, 0].copy()
+    for i in range(1, 8):  # whole rows at a time take a tenth of the time of packbits across rows
+        bytes_ |= eights[:, i] << i
+    return np.ascontiguousarray(bytes_.reshape(rows, 8, nk).swapaxes(1, 2)).view("<u8")[:, :, 0]
+
+
+_BLOCK_ROWS = 16
+_BLOCK_COLUMNS = 8  # so the pairs of a block fit into a byte, its columns into a word
 
 
 class _Sums:
@@ -160,9 +198,8 @@ class _Sums:
     """
 
     def __init__(self, table: NDArray[np.bool_]) -> None:
-        rows, columns = (
-            -(-(n + 1) // size) for n, size in zip(table.shape, (_BLOCK_ROWS, _BLOCK_COLUMNS), strict=True)
-        )
+        rows = -(-(table.shape[0] + 1) // _BLOCK_ROWS)
+        columns = -(-(table.shape[1] + 1) // _BLOCK_COLUMNS)
         dtype = np.uint32 if table.size < 2**32 else np.int64
         near = np.zeros((rows * _BLOCK_ROWS, columns * _BLOCK_COLUMNS), np.uint8)
         near[1 : table.shape[0] + 1, 1 : table.shape[1] + 1] = table  # row 0 and column 0 have nothing before them
@@ -179,7 +216,9 @@ class _Sums:
             above[block] = np.repeat(left[last], _BLOCK_COLUMNS)
             above[block] += near[last]
             above[block] += above[block - 1]
-        self._near, self._left, self._above = near, left, above
+        self._near = near
+        self._left = left
+        self._above = above
 
     def __call__(self, row: Any, column: Any) -> Any:
         """The visible pairs in the rows before ``row`` and the columns before ``column``."""
@@ -190,12 +229,13 @@ class _Sums:
 def _pairs(table: NDArray[np.bool_], rows: Any, columns: Any) -> Any:
     """``table[rows, columns]``; rows (n, 1) and columns (1, m) that follow one another are a view, which takes no time."""
     if np.ndim(rows) == np.ndim(columns) == 2 and rows.shape[1] == columns.shape[0] == 1 and rows.size and columns.size:
-        n, m = len(rows), columns.shape[1]
-        top, left = int(rows[0, 0]), int(columns[0, 0])
-        if np.array_equal(rows[:, 0], np.arange(top, top + n)) and np.array_equal(
-            columns[0], np.arange(left, left + m)
-        ):
-            return table[top : top + n, left : left + m]
+        top = int(rows[0, 0])
+        left = int(columns[0, 0])
+        bottom = top + len(rows)
+        right = left + columns.shape[1]
+        follow = np.array_equal(rows[:, 0], np.arange(top, bottom))
+        if follow and np.array_equal(columns[0], np.arange(left, right)):
+            return table[top:bottom, left:right]
     if np.ndim(rows) == np.ndim(columns) == 3 and rows.shape[1] == columns.shape[2] == 1 and len(rows) == len(columns):
         return _pairs_of_tiles(table, rows[:, 0], columns[:, :, 0])
     return table[rows, columns]

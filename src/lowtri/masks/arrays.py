@@ -25,6 +25,14 @@ VECTOR = {1: "(N,)"}
 ROWS = {**VECTOR, 2: "(B, N)"}
 TABLES = {2: "(Nq, Nk)", 3: "(B, Nq, Nk)", 4: "(B, H, Nq, Nk)"}
 
+_TRACED_ARGUMENTS = (
+    "ids",
+    "key_ids",
+    "lengths",
+    "cu_seqlens",
+    "valid",
+    "bools",
+)  # which may be tensors without numbers
 _PADDED = "torch.nested.to_padded_tensor({}, 0.0), and keys(lengths=[...]) in the mask, with the length of each row"
 _FIXES = {
     "CausalBias": 'the mask "causal", or lowtri.scaled_dot_product_attention',
@@ -45,6 +53,14 @@ def is_traced(value: Any) -> bool:
     """Whether this is a tensor of a program that torch.compile or torch.export is tracing: it has a shape and no numbers."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling() and isinstance(value, torch.Tensor)
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile traces the caller: a program that reads a number serves this number alone. False for torch.export."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.compiler.is_dynamo_compiling():
+        return False
+    return not (hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting())
 
 
 def is_fake(x: Any) -> bool:
@@ -145,9 +161,9 @@ class FrozenArray:
     @cached_property
     def digest(self) -> str:
         kind = f"{self.array.dtype.str}{self.array.shape}".encode()
-        content = (
-            np.packbits(self.array) if self.array.dtype == bool else self.array
-        )  # packing takes less time than hashing
+        content = self.array
+        if content.dtype == bool:  # packing takes less time than hashing
+            content = np.packbits(content)
         return hashlib.sha256(kind + content.tobytes()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -191,10 +207,10 @@ def bool_array(
 def _checked(mask: str, name: str, value: Any, shapes: Mapping[int, str], content: str) -> Any:
     """The array of an argument, of these shapes and this content; a tensor of a traced program as it is, since it has no numbers."""
     if is_traced(value):
-        if name not in ("ids", "key_ids", "valid", "bools") or value.ndim not in shapes:
+        if name not in _TRACED_ARGUMENTS or value.ndim not in shapes:
             raise MaskError(
                 f"{mask}: {name} is a tensor of a program that is being traced, so its numbers cannot be read. "
-                "Fix: documents(ids), keys(valid) and table(bools) take such tensors; or make the mask outside."
+                "Fix: documents, keys and table take such tensors; or make the mask outside."
             )
         return value
     array = in_numpy(name, value)

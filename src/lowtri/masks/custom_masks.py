@@ -50,6 +50,13 @@ class Where(Mask):
                 "where: the formula has a number that does not fit into 64 bits, in which positions are computed.\n"
                 "Fix: numbers below 2**63."
             ) from error
+        except Exception as error:
+            if not _involves_tensor(error):
+                raise  # the formula's own
+            raise MaskError(
+                f"where: the formula mixes NumPy's arrays, which positions are, with a torch tensor: {shown(str(error), 90)}.\n"
+                "Fix: tensor.numpy() for what the formula captures, made once outside of it."
+            ) from error
         if visible.dtype != bool:
             raise MaskError(f"where: the formula gave {visible.dtype} values; it must give bools, True = may see.")
         try:
@@ -66,6 +73,13 @@ class Where(Mask):
             return None
         name = getattr(self.fn, "__name__", type(self.fn).__name__)
         return f"where(<{'formula' if name == '<lambda>' else name}>)"
+
+
+def _involves_tensor(error: Exception) -> bool:
+    """Whether an operation failed since one of its operands was a tensor of torch."""
+    return isinstance(error, TypeError | NotImplementedError | RuntimeError) and any(
+        word in str(error) for word in ("Tensor", "torch", "tensor", "_cpu")
+    )
 
 
 @constructor(in_text=False)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.masks.mask import Mask, constructor
+from lowtri.masks.arrays import is_compiling
+from lowtri.masks.mask import Mask, constructor, field_text
 from lowtri.masks.tile import POSITION_MAX, Positions, check_count
 
 
@@ -61,7 +62,11 @@ class Band(Mask):
         return strip + strip // 2
 
     def _text(self, arrays: list[Any] | None = None) -> str:
-        return self.name
+        if arrays is None or not is_compiling():
+            return self.name
+        if self.after == 0:
+            return "causal" if self.before >= POSITION_MAX else f"window({field_text(self.before + 1, arrays)})"
+        return f"band({field_text(self.before, arrays)}, {field_text(self.after, arrays)})"
 
 
 @constructor()
@@ -104,7 +109,7 @@ def window(n: int) -> Mask:
     Source: the backward half of the sliding window in Longformer (Beltagy et al. 2020).
     """
     n = check_count("window", "n", n, least=1)
-    return Band(n - 1, 0, f"window({n})")
+    return Band(n - 1, 0, "" if is_compiling() else f"window({n})")
 
 
 @constructor()
@@ -125,7 +130,7 @@ def band(before: int, after: int) -> Mask:
     Source: the symmetric window of Longformer (Beltagy et al. 2020).
     """
     before, after = check_count("band", "before", before, least=0), check_count("band", "after", after, least=0)
-    return Band(before, after, f"band({before}, {after})")
+    return Band(before, after, "" if is_compiling() else f"band({before}, {after})")
 
 
 @dataclass(frozen=True, repr=False)

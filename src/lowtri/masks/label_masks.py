@@ -1,7 +1,7 @@
 """Masks that compare labels: a query sees the keys of its own chunk, or of its own document.
 
 Chunks follow from the position. Masks of documents given by lengths store where each document begins; masks of documents given by
-ids store the array of ids.
+ids store the array of ids. A mask within each document has positions that count from the document's start.
 """
 
 from __future__ import annotations
@@ -9,15 +9,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array
-from lowtri.masks.mask import Mask, constructor
-from lowtri.masks.tile import POSITION_MAX, Interval, Positions, ascending, check_count, shown, within
+from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array, is_compiling, is_traced
+from lowtri.masks.formulas import Band, Full
+from lowtri.masks.mask import And, Mask, Not, OfTracedLengths, Or, array_text, constructor, quoted
+from lowtri.masks.text import as_mask
+from lowtri.masks.tile import (
+    EMPTY,
+    POSITION_MAX,
+    Interval,
+    Positions,
+    Truth,
+    ascending,
+    check_count,
+    shown,
+    within,
+)
 
 
 class Labelled(Mask):
@@ -79,9 +91,11 @@ class PackedDocuments(Labelled):
 
     lengths: tuple[int, ...]
     open_end: bool = False
+    _array: ClassVar[NDArray[np.int64]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "row_lengths", () if self.open_end else (sum(self.lengths),))
+        object.__setattr__(self, "_array", np.array(self.lengths, np.int64))  # which compiled programs read
 
     @cached_property
     def _cuts(self) -> NDArray[np.int64]:
@@ -96,7 +110,8 @@ class PackedDocuments(Labelled):
         return ascending(lambda x: self._cuts.searchsorted(x, side="right"), positions)
 
     def _text(self, arrays: list[Any] | None = None) -> str:
-        return f"documents(lengths={list(self.lengths)}{', open_end=True' * self.open_end})"
+        lengths: Any = list(self.lengths) if arrays is None or not is_compiling() else array_text(self._array, arrays)
+        return f"documents(lengths={lengths}{', open_end=True' * self.open_end})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,11 +153,99 @@ class Documents(Labelled):
         return start, stop
 
 
+@dataclass(frozen=True, repr=False)
+class InDocuments(Mask):
+    """A mask within each document, at positions that count from the document's start."""
+
+    documents: PackedDocuments | Documents  # each document is one stretch of the row
+    inner: Mask
+
+    @property
+    def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each document begins and ends."""
+        edges = self.documents._edges
+        assert edges is not None  # labels ascend, since no id comes again
+        return edges
+
+    def _sees(self, q: Positions, k: Positions) -> Any:
+        if isinstance(q, Interval):
+            return self._of_tile(q, k)
+        of_q, of_k = self.documents._label(q, False), self.documents._label(k, True)
+        starts = self._bounds[0]
+        return (of_q == of_k) & self.inner._sees(q - starts[of_q], k - starts[of_k])
+
+    def _of_tile(self, q: Interval, k: Interval) -> Truth:
+        """Of the documents that queries and keys share, the first and the last may be cut; all between them are whole."""
+        of_q, of_k = self.documents._label(q, False), self.documents._label(k, True)
+        first, last = np.maximum(of_q.low, of_k.low), np.minimum(of_q.high, of_k.high)
+        shared = first <= last
+        first, last = np.minimum(first, last), np.maximum(first, last)
+        whole = self._whole[np.maximum(last, first + 1)] - self._whole[first + 1]  # between the two, those with pairs
+        begin, end = self._in_one(q, k, first), self._in_one(q, k, last)
+        single = (of_q.low == of_q.high) & (of_k.low == of_k.high)
+        return Truth(shared & single & begin.every, shared & (begin.some | end.some | (whole > 0)))
+
+    def _in_one(self, q: Interval, k: Interval, document: Any) -> Truth:
+        """The part of tiles that lies in one document each."""
+        start, stop = (edge[document] for edge in self._bounds)
+        parts = []
+        for x in (q, k):
+            low = np.maximum(x.low, start)
+            parts.append(Interval(low - start, np.maximum(np.minimum(x.high, stop - 1), low) - start))
+        visible: Truth = self.inner._sees(*parts)
+        return visible
+
+    @cached_property
+    def _whole(self) -> NDArray[np.int64]:
+        """How many of the documents before each have a visible pair, (documents + 1,)."""
+        start, stop = self._bounds
+        lengths, number = np.unique(stop - start, return_inverse=True)
+        visible = self.inner.tile(0, lengths, 0, lengths) != EMPTY
+        return np.concatenate([[0], np.cumsum(visible[number])])
+
+    def _tile_key(self, q0: Positions, k0: Positions, nq: int, nk: int) -> list[Positions]:
+        """If all queries are in one document, its keys within the tile and the inner mask's numbers; else the position itself."""
+        labels = self.documents._label(Interval(q0, q0 + nq - 1), False)
+        single = labels.low == labels.high
+        start = self._bounds[0][labels.low]
+        edges = [np.clip(edge[labels.low] - k0, 0, nk) for edge in self._bounds]
+        inner = self.inner._tile_key(q0 - start, k0 - start, nq, nk)
+        if inner is None:
+            inner = [q0 - start, k0 - start]
+        return [
+            *[np.where(single, x, -1) for x in (*edges, *inner)],
+            np.where(single, -1, q0),
+            np.where(single, -1, k0),
+        ]
+
+    @cached_property
+    def for_plan(self) -> Mask:
+        """The same pairs, with operators outside of the documents: a plan joins the bits of the parts."""
+        whole, inner = self.documents, self.inner
+        if isinstance(inner, Full):
+            return whole
+        if isinstance(inner, Band):  # which compares distances only
+            return And(whole, inner)
+        if isinstance(inner, And | Or):
+            return type(inner)(InDocuments(whole, inner.left), InDocuments(whole, inner.right))
+        return And(whole, Not(InDocuments(whole, inner.inner))) if isinstance(inner, Not) else self
+
+    def _text(self, arrays: list[Any] | None = None) -> str | None:
+        of_documents, inner = self.documents._text(arrays), quoted(self.inner, arrays)
+        return None if of_documents is None or inner is None else f"{of_documents[:-1]}, inner={inner})"
+
+
 @constructor()
 def documents(
-    ids: Any = None, key_ids: Any = None, *, lengths: Any = None, cu_seqlens: Any = None, open_end: bool = False
+    ids: Any = None,
+    key_ids: Any = None,
+    *,
+    lengths: Any = None,
+    cu_seqlens: Any = None,
+    open_end: bool = False,
+    inner: Mask | str | None = None,
 ) -> Mask:
-    """Packed rows: each query sees the keys of its own document only.
+    """Packed rows: each query sees the keys of its own document only, of these what ``inner`` shows.
 
     >>> from lowtri import causal
     >>> print((causal() & documents([0, 0, 0, 1, 1])).draw(5))
@@ -153,6 +256,16 @@ def documents(
     ···██
     >>> documents(cu_seqlens=[0, 3, 5]) == documents(lengths=[3, 2])
     True
+    >>> print(documents(lengths=[4, 5], inner="causal & (window(2) | first(1))").draw(9))  # each has a sink of its own
+    █········
+    ██·······
+    ███······
+    █·██·····
+    ····█····
+    ····██···
+    ····███··
+    ····█·██·
+    ····█··██
 
     Args:
         ids: the document number of each position, integers, (N,), or (B, N) for a batch of rows.
@@ -163,37 +276,85 @@ def documents(
         cu_seqlens: instead of ids: the start of each document, from 0, and the end of the last one.
         open_end: with lengths or cu_seqlens: the last document may be of any length, as in generation, which continues it. A
             :class:`lowtri.KVCache` requires this.
+        inner: the mask within each document, or its text. Its positions, and the indices of its arrays, count from the start of
+            the document; each document must then be one stretch of the row, and ids that come again raise.
 
-    Positions past an array of ids belong to the last document.
+    Positions past an array of ids belong to the last document. A left-padded row is a document of pads and one of tokens, which
+    any ``inner`` then counts from its first token: ``documents(ids=valid, inner=...) & keys(valid)``, with ids of 0 and 1.
 
     A mask made from lengths stores one number for each document; one made from ids stores one number for each token.
 
     Raises:
-        MaskError: unless exactly one of ids, lengths and cu_seqlens is given, or if they do not describe documents.
+        MaskError: unless exactly one of ids, lengths and cu_seqlens is given, or if they do not describe documents; with ``inner``
+            also for key_ids, for ids that come again, and for an inner mask of documents with an end.
 
-    The same mask elsewhere: FlashAttention ``cu_seqlens``; FlexAttention ``document_id[q] == document_id[k]``.
+    The same mask elsewhere: FlashAttention ``cu_seqlens``, with ``window_size`` for an inner window; FlexAttention
+    ``document_id[q] == document_id[k]``, with ``inner`` attention-gym's document mask.
     Source: packing without cross-contamination, Krell et al. 2021.
     """
+    within_each = None if inner is None else _checked_inner(inner, key_ids)
     if sum(given is not None for given in (ids, lengths, cu_seqlens)) != 1 or (key_ids is not None and ids is None):
         raise MaskError("documents: give one of ids (with or without key_ids), lengths= or cu_seqlens=.")
     if not isinstance(open_end, bool) or (open_end and ids is not None):
         raise MaskError(
             f"documents: open_end is {shown(open_end)}; it is True or False, and goes with lengths= or cu_seqlens=."
         )
+    for name, tensor in (("lengths", lengths), ("cu_seqlens", cu_seqlens)):
+        if is_traced(tensor):
+            array = FrozenArray(integer_array("documents", name, tensor, VECTOR))
+            traced: Any = OfTracedLengths(array, "documents", name, ", open_end=True" if open_end else "")
+            return traced if within_each is None else InDocuments(traced, within_each)
     if cu_seqlens is not None:
         edges = integer_array("documents", "cu_seqlens", cu_seqlens, VECTOR).tolist()
         if len(edges) < 2 or edges[0] != 0:
             raise MaskError(f"documents: cu_seqlens is {edges[:8]}; it begins with 0 and ends with the total.")
-        return _of_lengths([after - before for before, after in pairwise(edges)], open_end)
+        made: PackedDocuments | Documents = _of_lengths([after - before for before, after in pairwise(edges)], open_end)
+        return made if within_each is None else InDocuments(made, within_each)
     if lengths is not None:
-        return _of_lengths(integer_array("documents", "lengths", lengths, VECTOR).tolist(), open_end)
+        made = _of_lengths(integer_array("documents", "lengths", lengths, VECTOR).tolist(), open_end)
+        return made if within_each is None else InDocuments(made, within_each)
     rows = integer_array("documents", "ids", ids, ROWS)
+    if within_each is not None:
+        _check_stretches(rows)
+        return InDocuments(Documents(FrozenArray(rows)), within_each)
     if key_ids is None:
         return Documents(FrozenArray(rows))
     columns = integer_array("documents", "key_ids", key_ids, ROWS)
     if columns.shape[:-1] != rows.shape[:-1]:
         raise MaskError(f"documents: ids {rows.shape} and key_ids {columns.shape} differ in their batch.")
     return Documents(FrozenArray(rows), FrozenArray(columns))
+
+
+def _checked_inner(inner: Mask | str, key_ids: Any) -> Mask:
+    """The mask within each document, from the user's argument."""
+    mask = as_mask(inner, "documents: inner")
+    if key_ids is not None:
+        raise MaskError(
+            "documents: inner counts positions from the start of each document, but key_ids give keys and queries other starts.\n"
+            "Fix: ids alone; or positions that align them, in q_positions= and k_positions=."
+        )
+    if mask.row_lengths:
+        raise MaskError(
+            f"documents: the documents in inner, {shown(mask)}, end after {min(mask.row_lengths)} tokens, wherever the outer ones do.\n"
+            "Fix: documents(lengths=[...], open_end=True) as inner."
+        )
+    return mask
+
+
+def _check_stretches(ids: Any) -> None:
+    """Raise if an id comes again after another one, in any row."""
+    if is_traced(ids):  # its numbers come when the program runs, and makes this mask again
+        return
+    for row, numbers in enumerate(np.atleast_2d(ids)):
+        begins = np.append(0, 1 + np.flatnonzero(numbers[1:] != numbers[:-1]))
+        known, first = np.unique(numbers[begins], return_index=True)
+        if len(known) < len(begins):
+            again = int(begins[np.setdiff1d(np.arange(len(begins)), first)[0]])
+            place = f"position {again}" + f" of row {row}" * (np.ndim(ids) > 1)
+            raise MaskError(
+                f"documents: id {int(numbers[again])} comes again at {place}, but inner counts from the start of each document.\n"
+                "Fix: another id for each stretch of positions."
+            )
 
 
 def check_row_lengths(function: str, mask: Mask, n: int, *, whole: bool = True) -> None:
@@ -225,7 +386,7 @@ def with_open_end(function: str, mask: Mask) -> Mask:
     return mask
 
 
-def _of_lengths(lengths: list[int], open_end: bool) -> Mask:
+def _of_lengths(lengths: list[int], open_end: bool) -> PackedDocuments:
     if min(lengths) < 1:
         raise MaskError(f"documents: lengths are {lengths[:8]}; at least one is required, and each is at least 1.")
     if sum(lengths) > POSITION_MAX:  # Python's ints: a sum of 64 bits would wrap

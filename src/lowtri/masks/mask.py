@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.drawing import with_drawings
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import FrozenArray, is_tensor
+from lowtri.masks.arrays import FrozenArray, is_compiling, is_tensor
+from lowtri.masks.positions import default_positions
 from lowtri.masks.tile import (
     EMPTY,
-    MAX_POSITIONS,
     PARTIAL,
     POSITION_MAX,
-    TILES,
+    TILE_ANSWERS,
     Interval,
     Positions,
-    check_count,
     checked_edge,
     checked_positions,
     shown,
@@ -68,6 +68,7 @@ def called(name: str) -> str:
     return f"{name}({'...' if CONSTRUCTORS[name].__code__.co_argcount else ''})"
 
 
+@with_drawings
 class Mask:
     """Which query may see which key. The functions of :mod:`lowtri.masks` make masks; ``&``, ``|``, ``~`` and ``-`` combine them.
 
@@ -110,7 +111,7 @@ class Mask:
         return [getattr(self, name) for name in self.__match_args__]  # type: ignore[attr-defined]
 
     def __post_init__(self) -> None:
-        """Store what follows from the fields of the dataclass: masks are joined, arrays have the batch in front."""
+        """Derive operands, batch, depth and flags from the fields of the dataclass."""
         fields = self._fields()
         operands = [x for x in fields if isinstance(x, Mask)]
         if operands:
@@ -119,13 +120,14 @@ class Mask:
             object.__setattr__(self, "_batch", fields[0].array.shape[: -self._rank])
 
     def _combine(self, parts: Sequence[Mask], batch: tuple[int, ...], operators: int = 1) -> None:
-        """Store what follows from the parts of a mask; reject one whose operators are too deep to recurse through.
+        """Derive operands, batch, depth and flags from the parts of a mask; reject one whose operators are too deep to recurse through.
 
         Args:
             operators: 1 for an operator; 0 for a list of masks, of which one answers for each head.
         """
         # Lists: torch.compile does not follow max() of a generator.
-        depth, sizes = operators + max([part._depth for part in parts]), [part._size for part in parts]
+        depth = operators + max([part._depth for part in parts])
+        sizes = [part._size for part in parts]
         size = sum(sizes) if operators else max(sizes)
         if depth > MAX_DEPTH or size > _MAX_SIZE:
             raise MaskError(
@@ -152,9 +154,22 @@ class Mask:
         """
         return None
 
+    def _packed(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+        """All pairs of the queries ``q`` (Nq,) and keys ``k`` (Nk,) as bits, where that takes less time than to ask tile by tile.
+
+        (rows, Nk): a word for each key and 64 queries, bit i is the row's query i, and 0 past the last query.
+        """
+        return None
+
+    @property
+    def for_plan(self) -> Mask:
+        """A mask with the same pairs, whose parts a plan joins more cheaply than it evaluates this one."""
+        return self
+
     def _at(self, b: int, h: int) -> Mask:
         """The mask of a batch row and head, for a mask with a batch: that of its fields there."""
-        index = (b, h)[: len(self.batch)]
+        leading = (b, h)
+        index = leading[: len(self.batch)]
         parts = [x.at(b, h) if isinstance(x, Mask) else x for x in self._fields()]
         return type(self)(*[FrozenArray(x.array[index]) if isinstance(x, FrozenArray) else x for x in parts])
 
@@ -175,11 +190,12 @@ class Mask:
         """
         if self.batch:
             return self._each(lambda row: row(q, k))
-        q, k = checked_positions(q), checked_positions(k)
+        q = checked_positions(q)
+        k = checked_positions(k)
         visible = self._sees(q, k) & (q >= 0) & (k >= 0)
         return bool(visible) if type(q) is int and type(k) is int else visible
 
-    def between_tokens(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def visible_unchecked(self, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.bool_]:
         """``m(q, k)`` of an unbatched mask without the checks, which take a generated token longer than the comparison itself.
 
         Args:
@@ -212,13 +228,16 @@ class Mask:
             if q1 <= q0 or k1 <= k0:
                 return EMPTY
             visible = self._sees(Interval(q0, q1 - 1), Interval(k0, k1 - 1))
-            return TILES[int(visible.every) + int(visible.some)]
+            return TILE_ANSWERS[int(visible.every) + int(visible.some)]
         edges = [checked_edge(edge) for edge in (q0, q1, k0, k1)]
         if all(edge.ndim == 0 for edge in edges):
             return self.tile(*(int(edge) for edge in edges))
-        q0, q1, k0, k1 = np.broadcast_arrays(*edges)
+        arrays = np.broadcast_arrays(*edges)
+        q0, q1 = arrays[:2]
+        k0, k1 = arrays[2:]
         has_negative = (q0 < 0) | (k0 < 0)
-        q0, k0 = np.maximum(q0, 0), np.maximum(k0, 0)
+        q0 = np.maximum(q0, 0)
+        k0 = np.maximum(k0, 0)
         no_pairs = (q1 <= q0) | (k1 <= k0)
         # Intervals have at least one position; the answers for tiles without pairs are replaced.
         visible = self._sees(Interval(q0, np.maximum(q1 - 1, q0)), Interval(k0, np.maximum(k1 - 1, k0)))
@@ -230,13 +249,16 @@ class Mask:
         """The unbatched mask of batch row ``b`` and head ``h``; a mask that does not differ there answers for all."""
         if not self.batch:
             return self
-        rows, heads = (*self.batch, 1)[:2]
+        rows = self.batch[0]
+        heads = self.batch[1] if len(self.batch) > 1 else 1
         if not (0 <= b < rows or rows == 1) or not (0 <= h < heads or heads == 1):
             raise MaskError(
                 f"at: got batch row {b}, head {h}; the mask has the batch {self.batch}. "
                 f"Fix: a row from 0 to {rows - 1}, a head from 0 to {heads - 1}."
             )
-        index = 0 if rows == 1 else b, 0 if heads == 1 else h
+        row = 0 if rows == 1 else b
+        head = 0 if heads == 1 else h
+        index = (row, head)
         if index not in self._unbatched:
             self._unbatched[index] = self._at(*index)
         return self._unbatched[index]
@@ -313,7 +335,8 @@ class Mask:
         if like is not None and not is_tensor(like):
             raise MaskError(f"additive: like is {shown(like)}; expected a torch tensor. Fix: dtype= for a NumPy table.")
         if like is not None:
-            kind, out = like.dtype, like.new_tensor(values)
+            kind = like.dtype
+            out = like.new_tensor(values)
         else:
             try:
                 kind = np.dtype(dtype)
@@ -337,19 +360,21 @@ class Mask:
         def is_causal(self, n: int) -> bool:
             """Whether no query sees a later key: :func:`lowtri.masks.plan.is_causal`."""
 
+    # Methods of lowtri.pictures.masks, which knows this file.
+
+    if TYPE_CHECKING:
+
         def draw(self, nq: int | None = None, nk: int | None = None, **options: Any) -> str:
-            """The mask as text: :func:`lowtri.masks.picture.draw`."""
+            """The mask as text: :func:`lowtri.pictures.masks.draw`."""
 
         def save(self, path: str | Path, nq: int | None = None, nk: int | None = None, **options: Any) -> None:
-            """The mask as a file, .svg, .html, .png or .pdf: :func:`lowtri.masks.picture.save`."""
+            """The mask as a file, .svg, .html, .png or .pdf: :func:`lowtri.pictures.masks.save`."""
 
         def _repr_svg_(self) -> str | None:
             """What notebooks show."""
 
         def _repr_html_(self) -> str | None:
             """What notebooks show, with the mask's text."""
-
-    # Pictures.
 
     def _extent(self) -> int:
         """How many positions show this mask: its greatest number and half as many again, all of its arrays and lists; of joined
@@ -406,7 +431,10 @@ class Mask:
     def __invert__(self) -> Mask:
         return Not(self)
 
-    __rand__, __ror__, __rsub__ = __and__, __or__, __sub__  # the left operand is not a mask: rejected, with the fix
+    # The left operand is not a mask: rejected, with the fix.
+    __rand__ = __and__
+    __ror__ = __or__
+    __rsub__ = __sub__
 
 
 def _field_extent(value: Any) -> int:
@@ -420,20 +448,47 @@ def _field_extent(value: Any) -> int:
     return value + value // 2 if isinstance(value, int) else 0
 
 
+def array_text(value: Any, arrays: list[Any]) -> str:
+    """The placeholder of an array or a number, which is appended to ``arrays``."""
+    arrays.append(value)
+    return f"_{len(arrays) - 1}"
+
+
 def field_text(value: Any, arrays: list[Any] | None) -> str | None:
     """A field of a mask as text; see :meth:`Mask._text`."""
     if isinstance(value, FrozenArray):
         if arrays is None:
             return repr(value)
-        arrays.append(value.memory)
-        return f"_{len(arrays) - 1}"
+        return array_text(value.memory, arrays)
     if isinstance(value, Mask):
         return repr(value) if arrays is None else value._text(arrays)
     if isinstance(value, tuple):
         texts = [field_text(entry, arrays) for entry in value]
         return None if None in texts else "[" + ", ".join([text for text in texts if text]) + "]"
-    # index: while a program is traced a number may be symbolic; the text needs its value.
-    return repr(value) if isinstance(value, bool) else f"{operator.index(value)}"
+    if isinstance(value, bool):
+        return repr(value)
+    if arrays is not None and is_compiling():  # a program then serves other numbers, too
+        return array_text(value, arrays)
+    return f"{operator.index(value)}"
+
+
+@dataclass(frozen=True, repr=False)
+class OfTracedLengths(Mask):
+    """A mask of lengths in a program that is traced: its text, and the tensor, whose numbers come when the program runs."""
+
+    lengths: FrozenArray
+    function: str  # of the user
+    argument: str
+    more: str = ""
+
+    def _text(self, arrays: list[Any] | None = None) -> str | None:
+        return f"{self.function}({self.argument}={field_text(self.lengths, arrays)}{self.more})"
+
+
+def quoted(inner: Mask, arrays: list[Any] | None) -> str | None:
+    """A mask as an argument of another mask's text, in quotes, as Python takes it; quotes inside of quotes are left out."""
+    text = field_text(inner, arrays)
+    return None if text is None else '"' + text.replace('"', "") + '"'
 
 
 @dataclass(frozen=True, repr=False)
@@ -453,7 +508,8 @@ class Join(Mask):
 class And(Join):
     """Visible where both masks are."""
 
-    _sign, _strength = "&", 2
+    _sign = "&"
+    _strength = 2
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.left._sees(q, k) & self.right._sees(q, k)
@@ -462,7 +518,8 @@ class And(Join):
 class Or(Join):
     """Visible where either mask is."""
 
-    _sign, _strength = "|", 1
+    _sign = "|"
+    _strength = 1
 
     def _sees(self, q: Positions, k: Positions) -> Any:
         return self.left._sees(q, k) | self.right._sees(q, k)
@@ -491,9 +548,13 @@ def _operand_text(mask: Mask, strength: int, arrays: list[Any] | None) -> str | 
 
 def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
     """The batch of two masks together: sizes equal or 1, a mask without heads answers for all heads."""
-    a, b = left.batch, right.batch
+    a = left.batch
+    b = right.batch
     if a and b:
-        a, b = a + (1,) * (len(b) - len(a)), b + (1,) * (len(a) - len(b))
+        if len(a) < len(b):
+            a = (*a, 1)
+        elif len(b) < len(a):
+            b = (*b, 1)
         if any([m != n and 1 not in (m, n) for m, n in zip(a, b, strict=True)]):
             raise MaskError(
                 f"{shown(left)} with {shown(right)}: their batches {left.batch} and {right.batch} do not fit together."
@@ -514,30 +575,3 @@ def _operand(other: object, sign: str) -> Mask:
         f"mask {sign} {type(other).__name__}: only masks can be joined.\n"
         "Fix: lowtri.table(bools) or lowtri.hidden(bools) for a table, lowtri.mask(text) for a text."
     )
-
-
-def default_positions(mask: Mask, nq: int, nk: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The default positions of ``nq`` queries and ``nk`` keys: keys at 0 .. nk-1, queries at the last nq of them.
-
-    More queries than keys have no such positions. If the mask does not depend on the query's position they count from 0; otherwise
-    positions are required, because libraries differ in the default.
-    """
-    start, nq, nk = first_position(mask, nq, nk)
-    if max(nq, nk) > MAX_POSITIONS:
-        raise MaskError(
-            f"{nq} queries and {nk} keys: an array of positions holds at most {MAX_POSITIONS} (2**28). "
-            "Fix: tile() answers for rectangles of any size."
-        )
-    return np.arange(start, start + nq, dtype=np.int64), np.arange(nk, dtype=np.int64)
-
-
-def first_position(mask: Mask, nq: int, nk: int | None = None) -> tuple[int, int, int]:
-    """The default position of the first of ``nq`` queries, and the two numbers, checked; see :func:`default_positions`."""
-    nq = check_count("mask", "nq, a number of queries,", nq)
-    nk = nq if nk is None else check_count("mask", "nk, a number of keys,", nk)
-    if nq > nk and mask.depends_on_query:
-        raise MaskError(
-            f"{nq} queries and {nk} keys under {shown(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
-            "Fix: q_positions=range(nq) in attention, if query i has the position of key i; mask(q, k) answers for any positions."
-        )
-    return max(nk - nq, 0), nq, nk

@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.masks.formulas import causal
-from lowtri.masks.mask import And, Join, Mask, Not, default_positions
+from lowtri.masks.mask import And, Join, Mask, Not
+from lowtri.masks.positions import default_positions
 from lowtri.masks.tile import EMPTY, FULL, PARTIAL, POSITION_MAX
 
 Ints = NDArray[np.int64]
@@ -88,13 +89,15 @@ class Plan:
 
     def row(self, r: int, mask: int = 0) -> NDArray[np.int32]:
         """The runs of one row of query tiles, (n, 4)."""
-        start, stop = self.row_start[mask * self.rows + r :][:2]
-        return self.runs[start:stop]
+        index = mask * self.rows + r
+        return self.runs[self.row_start[index] : self.row_start[index + 1]]
 
     def row_pairs(self) -> Ints:
         """(masks, rows): the visible pairs of each row of query tiles."""
         row = row_of_runs(self)
-        first, last, kind, index = self.runs.T.astype(np.int64)
+        runs = self.runs.astype(np.int64)
+        first, last = runs[:, 0], runs[:, 1]
+        kind, index = runs[:, 2], runs[:, 3]
         before = np.concatenate([[0], np.cumsum(bit_counts(self.bits)[self.tile_bits])])
         partial = before[index + np.where(kind == PARTIAL, last - first, 0)] - before[index]
         queries = np.minimum((row % self.rows + 1) * TILE_Q, self.nq) - row % self.rows * TILE_Q
@@ -135,14 +138,18 @@ def plan(mask: Mask, q_positions: Ints, k_positions: Ints, *, tile_k: int = 128)
         q_positions, k_positions: (N,) or (B, N) int64, in any order; -1 where there is no token.
         tile_k: keys in a tile.
     """
-    q, k = np.atleast_2d(q_positions), np.atleast_2d(k_positions)
-    shape = (max(len(q), len(k), *(mask.batch[:1] or (1,))), (*mask.batch, 1, 1)[1])
+    q = np.atleast_2d(q_positions)
+    k = np.atleast_2d(k_positions)
+    mask_rows = mask.batch[0] if mask.batch else 1
+    heads = mask.batch[1] if len(mask.batch) > 1 else 1
+    shape = (max(len(q), len(k), mask_rows), heads)
     patterns = Patterns(tile_k)
     known: dict[tuple[Mask, bytes, bytes], int] = {}
     plans: list[tuple[Ints, NDArray[np.int32], Ints]] = []
     mask_index = np.zeros(shape, np.int32)
     for b, h in np.ndindex(shape):
-        unbatched, qb, kb = mask.at(b, h), q[b % len(q)], k[b % len(k)]
+        unbatched = mask.at(b, h)
+        qb, kb = q[b % len(q)], k[b % len(k)]
         key = (unbatched, b"", b"") if len(q) == len(k) == 1 else (unbatched, qb.tobytes(), kb.tobytes())
         if key not in known:
             known[key] = len(plans)
@@ -190,176 +197,111 @@ def is_causal(mask: Mask, n: int) -> bool:
     return not np.any(pairs(mask - causal(), n))
 
 
+class _Runs(NamedTuple):
+    """Runs of key tiles, an entry for each."""
+
+    row: Ints
+    first: Ints  # key tile
+    last: Ints  # one past it
+    kind: Ints  # FULL or PARTIAL
+    pattern: Ints  # of a PARTIAL tile
+
+
 def _plan_mask(mask: Mask, q: Ints, k: Ints, patterns: Patterns) -> tuple[Ints, NDArray[np.int32], Ints]:
     """Of one unbatched mask and unbatched positions: how many runs each row has (rows,), the runs (R, 4), and tile_bits (P,)."""
-    rows, columns = -(-len(q) // TILE_Q), -(-len(k) // patterns.tile_k)
-    full, partial = _descend(mask, q, k, patterns.tile_k)
-    # Full rectangles, a run for each of their rows: (row, first, last).
-    height = full[:, 1] - full[:, 0]
-    row = np.repeat(full[:, 0], height) + _count_up(height)
-    first, last = np.repeat(full[:, 2], height), np.repeat(full[:, 3], height)
-    kind, pattern = np.full(len(row), int(FULL)), np.zeros(len(row), np.int64)
+    rows = -(-len(q) // TILE_Q)
+    columns = -(-len(k) // patterns.tile_k)
+    words = mask._packed(q, k)
+    if words is None:
+        full, partial = _subdivide(mask, q, k, patterns.tile_k)
+    else:
+        full = np.empty((0, 4), np.int64)
+        partial = np.argwhere(np.ones((rows, columns), bool))
+    found = _runs_of_rectangles(full)
     if len(partial):
-        tile_pattern = patterns.of_tiles(mask, q, k, partial)
-        visible = tile_pattern != Patterns.EMPTY
-        tile, tile_pattern = partial[visible], tile_pattern[visible]
-        row, first = np.concatenate([row, tile[:, 0]]), np.concatenate([first, tile[:, 1]])
-        last, pattern = np.concatenate([last, tile[:, 1] + 1]), np.concatenate([pattern, tile_pattern])
-        kind = np.concatenate([kind, np.where(tile_pattern == Patterns.FULL, int(FULL), int(PARTIAL))])
-    order = np.argsort(row * (columns + 1) + first, kind="stable")
-    row, first, last, kind, pattern = row[order], first[order], last[order], kind[order], pattern[order]
+        if words is None:
+            tile_pattern = patterns.of_tiles(mask, q, k, partial)
+        else:
+            tile_pattern = patterns.of_words(words, len(q))
+        found = _Runs(*map(np.concatenate, zip(found, _runs_of_tiles(partial, tile_pattern), strict=True)))
+    order = np.argsort(found.row * (columns + 1) + found.first, kind="stable")
+    found = _Runs(*(field[order] for field in found))
     # Neighbours of one kind become one run.
-    begins_run = np.ones(len(row), bool)
-    begins_run[1:] = (row[1:] != row[:-1]) | (first[1:] != last[:-1]) | (kind[1:] != kind[:-1])
-    starts, ends = stretches(begins_run)
-    is_partial = kind == PARTIAL
+    begins_run = np.ones(len(order), bool)
+    begins_run[1:] = found.row[1:] != found.row[:-1]
+    begins_run[1:] |= found.first[1:] != found.last[:-1]
+    begins_run[1:] |= found.kind[1:] != found.kind[:-1]
+    starts, ends = run_bounds(begins_run)
+    is_partial = found.kind == PARTIAL
     tile_index = np.concatenate([[0], np.cumsum(is_partial)])[starts]
-    runs = np.stack([first[starts], last[ends], kind[starts], np.where(is_partial[starts], tile_index, 0)], axis=1)
-    return np.bincount(row[starts], minlength=rows), runs.astype(np.int32), pattern[is_partial]
+    tile_index[~is_partial[starts]] = 0
+    runs = np.stack([found.first[starts], found.last[ends], found.kind[starts], tile_index], axis=1)
+    return np.bincount(found.row[starts], minlength=rows), runs.astype(np.int32), found.pattern[is_partial]
 
 
-def stretches(begins: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """The first and the last index of each stretch, from whether an index begins one."""
+def _runs_of_rectangles(full: Ints) -> _Runs:
+    """FULL rectangles (first row, one past the last, the same for columns): a run for each of their rows."""
+    height = full[:, 1] - full[:, 0]
+    row = np.repeat(full[:, 0], height) + count_up(height)
+    kind = np.full(len(row), int(FULL))
+    return _Runs(row, np.repeat(full[:, 2], height), np.repeat(full[:, 3], height), kind, np.zeros(len(row), np.int64))
+
+
+def _runs_of_tiles(tiles: Ints, pattern: Ints) -> _Runs:
+    """A run for each of the tiles (row, column) whose pattern has any bit."""
+    visible = pattern != Patterns.NO_BIT
+    tiles = tiles[visible]
+    pattern = pattern[visible]
+    kind = np.where(pattern == Patterns.EVERY_BIT, int(FULL), int(PARTIAL))
+    return _Runs(tiles[:, 0], tiles[:, 1], tiles[:, 1] + 1, kind, pattern)
+
+
+def run_bounds(begins: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """The first and the last index of each run, from whether an index begins one."""
     starts = np.flatnonzero(begins)
     return starts, np.append(starts[1:], len(begins)) - 1 if len(starts) else starts
 
 
-def _descend(mask: Mask, q: Ints, k: Ints, tile_k: int) -> tuple[Ints, Ints]:
+def _subdivide(mask: Mask, q: Ints, k: Ints, tile_k: int) -> tuple[Ints, Ints]:
     """Recursive subdivision: FULL rectangles (first row, one past the last, the same for columns) and PARTIAL tiles (row, column)."""
-    queries, keys = boxes(q, TILE_Q), boxes(k, tile_k)
+    queries = boxes(q, TILE_Q)
+    keys = boxes(k, tile_k)
     levels = max(len(queries), len(keys))
     queries += [queries[-1]] * (levels - len(queries))
     keys += [keys[-1]] * (levels - len(keys))
-    rows, columns = len(queries[0].low), len(keys[0].low)
+    rows = len(queries[0].low)
+    columns = len(keys[0].low)
     full: list[Ints] = [np.empty((0, 4), np.int64)]
-    i, j = np.zeros(min(rows, columns, 1), np.int64), np.zeros(min(rows, columns, 1), np.int64)
+    i = j = np.zeros(min(rows, columns, 1), np.int64)  # the row and the column of each rectangle of a level
     for level in range(levels - 1, -1, -1):
-        q_boxes, k_boxes = queries[level], keys[level]
+        q_boxes = queries[level]
+        k_boxes = keys[level]
         answer = mask.tile(q_boxes.low[i], q_boxes.stop[i], k_boxes.low[j], k_boxes.stop[j])
-        is_full = (answer == FULL) & q_boxes.all_tokens[i] & k_boxes.all_tokens[j]
-        a, b = i[is_full], j[is_full]
-        edges = [a << level, np.minimum((a + 1) << level, rows), b << level, np.minimum((b + 1) << level, columns)]
+        is_full = (answer == FULL) & q_boxes.no_padding[i] & k_boxes.no_padding[j]
+        row = i[is_full]
+        column = j[is_full]
+        row_edges = [row << level, np.minimum((row + 1) << level, rows)]
+        edges = [*row_edges, column << level, np.minimum((column + 1) << level, columns)]
         full.append(np.stack(edges, axis=1))
         undecided = (answer != EMPTY) & ~is_full
         i, j = i[undecided], j[undecided]
         if level:
-            i, j = (i[:, None] * 2 + [0, 0, 1, 1]).ravel(), (j[:, None] * 2 + [0, 1, 0, 1]).ravel()
+            i = (i[:, None] * 2 + [0, 0, 1, 1]).ravel()
+            j = (j[:, None] * 2 + [0, 1, 0, 1]).ravel()
             inside = (i < len(queries[level - 1].low)) & (j < len(keys[level - 1].low))
             i, j = i[inside], j[inside]
     return np.concatenate(full), np.stack([i, j], axis=1)
 
 
-def _count_up(sizes: Ints) -> Ints:
+def count_up(sizes: Ints) -> Ints:
     """0 .. n-1 for each n in sizes, one after the other."""
     starts = np.cumsum(sizes) - sizes
     return np.arange(int(sizes.sum())) - np.repeat(starts, sizes)
 
 
-# The ranges of keys that each query sees: causal masks, windows and documents have one, sinks and prefixes two.
-
-
-def key_ranges(plan: Plan, most: int) -> NDArray[np.int32] | None:
-    """Where the ranges of visible keys begin and end, for each query; None if a query sees more than ``most`` ranges.
-
-    >>> from lowtri import causal, first, window
-    >>> from lowtri.masks.plan import plan
-    >>> p = plan(causal() & (window(2) | first(1)), np.arange(4), np.arange(4))
-    >>> key_ranges(p, 2)[:, :, 0].tolist()  # [begins, ends] of the first ranges, then of the second ones
-    [[[0, 0, 0, 0], [1, 2, 3, 1]], [[0, 0, 0, 2], [0, 0, 0, 4]]]
-
-    Args:
-        plan: any plan; ranges are of the indices of its keys.
-        most: at most so many ranges for each query.
-
-    Returns:
-        int32 (most, 2, masks, Nq); absent ranges are 0 .. 0. The cost grows with the runs of the plan, not with its pairs.
-    """
-    opened = _ranges_of_patterns(plan, most)
-    if opened is None:
-        return None
-    of, query, begin, end = opened
-    row, tile, pattern = tile_patterns(plan)
-    count = np.bincount(of, minlength=len(plan.bits))
-    starts = np.cumsum(count) - count
-    # The ranges of partial tiles, then those of full runs, for each of their 64 queries.
-    many = count[pattern]
-    index = np.repeat(starts[pattern], many) + _count_up(many)
-    shift = np.repeat(tile, many) * plan.tile_k
-    is_full = plan.runs[:, 2] != PARTIAL
-    first, last = plan.runs[is_full, :2].T.astype(np.int64) * plan.tile_k
-    full_row = row_of_runs(plan)[is_full]
-    rows = [np.repeat(row, many) * TILE_Q + query[index], (full_row[:, None] * TILE_Q + np.arange(TILE_Q)).ravel()]
-    lows = [shift + begin[index], np.repeat(first, TILE_Q)]
-    highs = [shift + end[index], np.repeat(np.minimum(last, plan.nk), TILE_Q)]
-    return _merged(plan, most, np.concatenate(rows), np.concatenate(lows), np.concatenate(highs))
-
-
-def queries_that_see(plan: Plan) -> NDArray[np.bool_]:
-    """(masks, Nq): whether a query sees any key."""
-    sees = np.zeros((plan.masks * plan.rows, TILE_Q), bool)
-    row, _, pattern = tile_patterns(plan)
-    words = np.bitwise_or.reduce(plan.bits, axis=1)  # of each pattern: the queries that see a key of it
-    of_pattern = np.unpackbits(words[:, None].view(np.uint8), axis=1, bitorder="little").astype(bool)
-    np.logical_or.at(sees, row, of_pattern[pattern])
-    sees[row_of_runs(plan)[plan.runs[:, 2] != PARTIAL]] = True
-    return sees.reshape(plan.masks, plan.rows * TILE_Q)[:, : plan.nq]
-
-
-def keys_seen(plan: Plan) -> NDArray[np.bool_]:
-    """(masks, Nk): whether any query sees a key."""
-    masks, columns = plan.masks, -(-plan.nk // plan.tile_k)
-    row, column, pattern = tile_patterns(plan)
-    seen = np.zeros((masks * columns, plan.tile_k), bool)
-    np.logical_or.at(seen, row // max(plan.rows, 1) * columns + column, (plan.bits != 0)[pattern])
-    full = plan.runs[:, 2] != PARTIAL
-    edges, of = np.zeros((masks, columns + 1), np.int64), row_of_runs(plan)[full] // max(plan.rows, 1)
-    np.add.at(edges, (of, plan.runs[full, 0]), 1)
-    np.add.at(edges, (of, plan.runs[full, 1]), -1)
-    seen[np.flatnonzero(np.cumsum(edges[:, :-1], axis=1))] = True
-    return seen.reshape(masks, columns * plan.tile_k)[:, : plan.nk]
-
-
 def row_of_runs(plan: Plan) -> Ints:
     """The row of each run, counted through all masks."""
     return np.repeat(np.arange(len(plan.row_start) - 1), np.diff(plan.row_start))
-
-
-def tile_patterns(plan: Plan) -> tuple[Ints, Ints, Ints]:
-    """For each partial tile its row (counted through all masks), its column, and its pattern of bits."""
-    first, last, kind, index = plan.runs.T.astype(np.int64)
-    partial = kind == PARTIAL
-    size = (last - first)[partial]
-    each = _count_up(size)
-    row, column = np.repeat(row_of_runs(plan)[partial], size), np.repeat(first[partial], size) + each
-    return row, column, plan.tile_bits[np.repeat(index[partial], size) + each].astype(np.int64)
-
-
-def _ranges_of_patterns(plan: Plan, most: int) -> tuple[Ints, Ints, Ints, Ints] | None:
-    """The ranges within each pattern: pattern, query, begin, end; None if a query has more than ``most`` in one tile."""
-    bits = np.unpackbits(plan.bits.view(np.uint8), axis=1, bitorder="little").reshape(*plan.bits.shape, TILE_Q)
-    edge = np.diff(np.pad(bits.view(np.int8), ((0, 0), (1, 1), (0, 0))), axis=1)  # (patterns, tile_k + 1, 64)
-    # Within a query, begins and ends alternate, so the two lists are in the same order.
-    of, query, begin = np.nonzero(edge.swapaxes(1, 2) == 1)
-    end = np.nonzero(edge.swapaxes(1, 2) == -1)[2]
-    if np.bincount(of * TILE_Q + query, minlength=1).max() > most:
-        return None
-    return of, query, begin, end
-
-
-def _merged(plan: Plan, most: int, row: Ints, low: Ints, high: Ints) -> NDArray[np.int32] | None:
-    """Ranges of rows (queries, counted through all masks), in any order, with adjacent ones joined."""
-    order = np.argsort(row * (plan.nk + 1) + low, kind="stable")
-    row, low, high = row[order], low[order], high[order]
-    begins = np.ones(len(row), bool)
-    begins[1:] = (row[1:] != row[:-1]) | (low[1:] != high[:-1])
-    starts, ends = stretches(begins)
-    row, low, high = row[starts], low[starts], high[ends]
-    nth = np.arange(len(row)) - np.searchsorted(row, row)
-    if len(nth) and nth.max() >= most:
-        return None
-    out = np.zeros((most, 2, plan.masks * plan.rows * TILE_Q), np.int32)
-    out[nth, 0, row], out[nth, 1, row] = low, high
-    return np.ascontiguousarray(out.reshape(most, 2, plan.masks, plan.rows * TILE_Q)[..., : plan.nq])
 
 
 # The bits of partial tiles.
@@ -368,7 +310,8 @@ def _merged(plan: Plan, most: int, row: Ints, low: Ints, high: Ints) -> NDArray[
 class Patterns:
     """All patterns of a plan."""
 
-    EMPTY, FULL = -1, -2  # patterns without any bit, and with every bit: they are not stored
+    NO_BIT = -1  # a pattern that is not stored: its pairs are all hidden
+    EVERY_BIT = -2  # another one: its pairs are all visible
 
     def __init__(self, tile_k: int) -> None:
         self.tile_k = tile_k
@@ -381,14 +324,27 @@ class Patterns:
 
     def of_tiles(self, mask: Mask, q: Ints, k: Ints, tiles: Ints) -> Ints:
         """The pattern of each tile (row, column)."""
-        queries, keys = _tiles(q, TILE_Q), _tiles(k, self.tile_k)
+        queries = _tiles(q, TILE_Q)
+        keys = _tiles(k, self.tile_k)
         patterns = np.empty(len(tiles), np.int64)
         for start in range(0, len(tiles), _TILES_AT_ONCE):
             chunk = slice(start, start + _TILES_AT_ONCE)
             row, column = tiles[chunk].T
-            group, words = _without_holes(_words(mask, queries, keys, row, column), queries, keys, row, column)
+            group, words = _words(mask, queries, keys, row, column)
+            group, words = _clear_padding((group, words), queries, keys, row, column)
             patterns[chunk] = self._stored(group, words, queries.sizes[row] * keys.sizes[column])
         return patterns
+
+    def of_words(self, words: Words, nq: int) -> Ints:
+        """The pattern of each tile, row by row, from the words of all pairs (rows, Nk)."""
+        rows, nk = words.shape
+        columns = -(-nk // self.tile_k)
+        padded = np.zeros((rows, columns * self.tile_k), np.uint64)
+        padded[:, :nk] = words
+        queries = np.minimum(TILE_Q, nq - TILE_Q * np.arange(rows))
+        keys = np.minimum(self.tile_k, nk - self.tile_k * np.arange(columns))
+        pairs = np.repeat(queries, columns) * np.tile(keys, rows)
+        return self._stored(np.arange(len(pairs)), padded.reshape(-1, self.tile_k), pairs)
 
     def _stored(self, group: Ints, words: Words, pairs: Ints) -> Ints:
         """The pattern of each tile, from its group and the words of each group."""
@@ -403,7 +359,9 @@ class Patterns:
                 new.append(index)
             pattern[index] = self._known[content]
         self._words.append(words[new])
-        return np.where(partial, pattern[group], np.where(counts[group] == 0, self.EMPTY, self.FULL))
+        pattern_of_tile = np.where(counts[group] == 0, self.NO_BIT, self.EVERY_BIT)
+        pattern_of_tile[partial] = pattern[group[partial]]
+        return pattern_of_tile
 
 
 def bit_counts(words: Words) -> Ints:
@@ -416,7 +374,7 @@ class Boxes(NamedTuple):
 
     low: Ints  # the least position
     stop: Ints  # one past the greatest
-    all_tokens: NDArray[np.bool_]  # whether every position holds a token
+    no_padding: NDArray[np.bool_]  # whether every position holds a token
 
 
 def boxes(positions: Ints, tile: int) -> list[Boxes]:
@@ -430,8 +388,9 @@ def boxes(positions: Ints, tile: int) -> list[Boxes]:
     while len(levels[-1].low) > 1:
         below = levels[-1]
         edges = np.arange(0, len(below.low), 2)
-        low, stop = np.minimum.reduceat(below.low, edges), np.maximum.reduceat(below.stop, edges)
-        levels.append(Boxes(low, stop, np.logical_and.reduceat(below.all_tokens, edges)))
+        low = np.minimum.reduceat(below.low, edges)
+        stop = np.maximum.reduceat(below.stop, edges)
+        levels.append(Boxes(low, stop, np.logical_and.reduceat(below.no_padding, edges)))
     return levels
 
 
@@ -441,21 +400,23 @@ class _Tiles(NamedTuple):
     positions: Ints  # (tiles, tile), the last one padded with -1: no token
     boxes: Boxes
     sizes: Ints  # positions in each tile
-    whole: NDArray[np.bool_]  # whether the tile is full-size and every position of it holds a token
-    ordered: NDArray[np.bool_]  # whether, moreover, its positions count up by one
+    complete: NDArray[np.bool_]  # whether the tile is full-size and every position of it holds a token
+    consecutive: NDArray[np.bool_]  # whether, moreover, its positions count up by one
 
 
 def _tiles(positions: Ints, tile: int) -> _Tiles:
     count = -(-len(positions) // tile)
     tiles = np.pad(positions, (0, count * tile - len(positions)), constant_values=-1).reshape(-1, tile)
     sizes = np.minimum(tile, len(positions) - tile * np.arange(count))
-    whole = np.all(tiles >= 0, axis=1)
-    return _Tiles(tiles, boxes(positions, tile)[0], sizes, whole, whole & np.all(np.diff(tiles, axis=1) == 1, axis=1))
+    complete = np.all(tiles >= 0, axis=1)
+    consecutive = complete & np.all(np.diff(tiles, axis=1) == 1, axis=1)
+    return _Tiles(tiles, boxes(positions, tile)[0], sizes, complete, consecutive)
 
 
 def _words(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -> tuple[Ints, Words]:
     """The bits of tiles: a group for each tile, and the words of each group. Group 0 is EMPTY, group 1 is FULL."""
-    q, k = queries.boxes, keys.boxes
+    q = queries.boxes
+    k = keys.boxes
     answer = mask.tile(q.low[row], q.stop[row], k.low[column], k.stop[column])
     undecided = np.flatnonzero(answer == PARTIAL)
     group = np.where(answer == FULL, 1, 0)
@@ -463,15 +424,19 @@ def _words(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -
     empty_and_full[1] = ~empty_and_full[1]
     if not len(undecided):
         return group, empty_and_full
-    row, column = row[undecided], column[undecided]
+    row = row[undecided]
+    column = column[undecided]
+    mask = mask.for_plan
     if isinstance(mask, Not):
         subgroup, words = _words(mask.inner, queries, keys, row, column)
         words = ~words
     elif isinstance(mask, Join):
-        left, right = (_words(part, queries, keys, row, column) for part in (mask.left, mask.right))
-        both, subgroup = np.unique(left[0] * len(right[1]) + right[0], return_inverse=True)
-        a, b = left[1][both // len(right[1])], right[1][both % len(right[1])]
-        words = a & b if isinstance(mask, And) else a | b
+        left_group, left = _words(mask.left, queries, keys, row, column)
+        right_group, right = _words(mask.right, queries, keys, row, column)
+        both, subgroup = np.unique(left_group * len(right) + right_group, return_inverse=True)
+        left = left[both // len(right)]
+        right = right[both % len(right)]
+        words = left & right if isinstance(mask, And) else left | right
     else:
         subgroup, sample = _group_by_key(mask, queries, keys, row, column)
         words = _evaluated(mask, queries.positions[row[sample]], keys.positions[column[sample]])
@@ -479,12 +444,12 @@ def _words(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -
     return group, np.concatenate([empty_and_full, words])
 
 
-def _without_holes(
+def _clear_padding(
     bits: tuple[Ints, Words], queries: _Tiles, keys: _Tiles, row: Ints, column: Ints
 ) -> tuple[Ints, Words]:
-    """The bits with the pairs cleared in which a position holds no token."""
+    """The groups and words of :func:`_words` with the pairs cleared in which a position holds no token."""
     group, words = bits
-    incomplete = np.flatnonzero(~(queries.whole[row] & keys.whole[column]))
+    incomplete = np.flatnonzero(~(queries.complete[row] & keys.complete[column]))
     if not len(incomplete):
         return bits
     tokens = np.packbits(queries.positions[row[incomplete]] >= 0, axis=1, bitorder="little").view(np.uint64)  # (n, 1)
@@ -497,12 +462,13 @@ def _without_holes(
 def _group_by_key(mask: Mask, queries: _Tiles, keys: _Tiles, row: Ints, column: Ints) -> tuple[Ints, Ints]:
     """Groups of tiles with the same key, hence the same bits: the group of each tile, and one tile of each group."""
     each = np.arange(len(row))
-    q, k = queries.positions, keys.positions
+    q = queries.positions
+    k = keys.positions
     tile_key = mask._tile_key(q[row, 0], k[column, 0], q.shape[1], k.shape[1])
     if tile_key is None:
         return each, each
     # A key describes whole tiles of consecutive positions; any other tile is a group of its own.
-    group = np.where(queries.ordered[row] & keys.ordered[column], 0, each + 1)
+    group = np.where(queries.consecutive[row] & keys.consecutive[column], 0, each + 1)
     for numbers in tile_key:
         _, number = np.unique(np.broadcast_to(numbers, each.shape), return_inverse=True)
         _, group = np.unique(group * (number.max() + 1) + number, return_inverse=True)

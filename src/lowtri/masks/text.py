@@ -1,9 +1,9 @@
 """Masks and texts: a mask from its text or from a user's argument, and masks as texts with arrays, for compiled programs.
 
-The text of a mask is its ``repr``. Its grammar is a subset of Python's: names, calls, whole numbers, lists, parentheses, and the
-operators ``& | ~ -`` with Python's precedence: ``-`` binds tighter than ``&``, and ``&`` tighter than ``|``. A text is read once from
-left to right and never evaluated as code. Python's own parser is not used, because a hostile text can exhaust its time and its stack,
-and because its errors name neither the place nor the fix.
+The text of a mask is its ``repr``. Its grammar is a subset of Python's: names, calls, whole numbers, lists, parentheses, a mask inside
+another in quotes, and the operators ``& | ~ -`` with Python's precedence: ``-`` binds tighter than ``&``, and ``&`` tighter than ``|``.
+A text is read once from left to right and never evaluated as code. Python's own parser is not used, because a hostile text can exhaust
+its time and its stack, and because its errors name neither the place nor the fix.
 
 Compiled and exported programs contain a mask as a text with placeholders, ``causal & documents(_0)``, and the list of their arrays.
 While a program is traced the arrays are tensors without values, so ``pack`` reads only the structure of the mask, in Python that
@@ -35,6 +35,7 @@ _STRENGTH = {"|": 1, "&": 2, "-": 3}
 _JOINS: dict[str, Callable[[Mask, Mask], Mask]] = {"|": operator.or_, "&": operator.and_, "-": operator.sub}
 _LITERALS = {"True": True, "False": False, "None": None}
 _FIX = "Fix: masks are joined by & | ~ -, e.g. 'causal & window(256)'."
+_QUOTED = "inner"  # the argument that takes a mask, in quotes or without
 _MAX_TOKEN = 40  # characters of a name or a number
 _MAX_TOKENS = 4096  # so that any text is read or rejected within a few hundredths of a second
 
@@ -86,7 +87,8 @@ class _Traced:
     """
 
 
-_TRACED, _MAX_TRACED = _Traced(), 1024
+_TRACED = _Traced()
+_MAX_TRACED = 1024
 
 
 @constant_while_traced  # torch.compile can trace ordinary Python, but not the parser
@@ -156,77 +158,95 @@ def _float_error(given: str, value: Any) -> str:
 # Serialisation.
 
 
-def pack(mask: Mask) -> tuple[str | None, list[Any]]:
+def to_text(mask: Mask) -> tuple[str | None, list[Any]]:
     """The text of a mask, and the arrays of its placeholders; the text is None if the mask holds a user's function.
 
+    While torch.compile traces, numbers have placeholders, too, since one program then serves masks of other numbers.
+
     >>> from lowtri import causal, documents
-    >>> pack(causal() & documents([0, 0, 1]))
+    >>> to_text(causal() & documents([0, 0, 1]))
     ('causal & documents(_0)', [array([0, 0, 1])])
     """
     arrays: list[Any] = []
     return mask._text(arrays), arrays
 
 
-def unpack(text: str, arrays: Sequence[Any]) -> Mask:
-    """The mask that was packed; the same object for the same content, as long as it is cached.
+def from_text(text: str, arrays: Sequence[Any]) -> Mask:
+    """The mask of what :func:`to_text` returns; the same object for the same content, as long as it is cached.
 
     >>> from lowtri import causal, documents
     >>> mask = causal() & documents([0, 0, 1])
-    >>> unpack(*pack(mask)) == mask
+    >>> from_text(*to_text(mask)) == mask
     True
 
     Raises:
-        MaskError: if ``pack`` does not write such a text.
+        MaskError: if ``to_text`` does not write such a text.
     """
     global _recent
-    for known_text, known, unpacked in _recent:
+    for known_text, known, known_mask in _recent:
         if known_text == text and len(known) == len(arrays):
             pairs = zip(known, arrays, strict=True)
-            if all(a.array.dtype == b.dtype and np.array_equal(a.array, b) for a, b in pairs):
-                return unpacked
-    frozen = tuple(FrozenArray(array) for array in arrays)
-    _recent = ((text, frozen, _unpack(text, frozen)), *_recent[:1])
-    return _recent[0][2]
+            if all(_is_equal(a, b) for a, b in pairs):
+                return known_mask
+    frozen = tuple(x if isinstance(x, int) else FrozenArray(x) for x in arrays)
+    result = _from_text(text, frozen)
+    _recent = ((text, frozen, result), *_recent[:1])
+    return result
 
 
 # The layers of a model alternate between one or two masks, and comparing an array costs a tenth of hashing it.
-_recent: tuple[tuple[str, tuple[FrozenArray, ...], Mask], ...] = ()
+_recent: tuple[tuple[str, tuple[FrozenArray | int, ...], Mask], ...] = ()
+
+
+def _is_equal(known: FrozenArray | int, given: Any) -> bool:
+    if isinstance(known, int) or isinstance(given, int):
+        return known is given or known == given
+    return bool(known.array.dtype == given.dtype and np.array_equal(known.array, given))
 
 
 @lru_cache(32)
-def _unpack(text: str, frozen: tuple[FrozenArray, ...]) -> Mask:
-    return _read(text, [array.array for array in frozen]) if frozen else mask(text)
+def _from_text(text: str, frozen: tuple[FrozenArray | int, ...]) -> Mask:
+    if not frozen:
+        return mask(text)
+    return _read(text, [x if isinstance(x, int) else x.array for x in frozen])
 
 
 # The parser.
 
 
 def _read(text: str, arrays: Sequence[Any] = ()) -> Mask:
-    """The mask of a text, in which ``_0, _1, ...`` stand for arrays, as in ``causal & documents(_0)``."""
-    reader = _Reader(text, arrays)
-    value = reader.value(0)
-    if not isinstance(value, Mask):
-        raise MaskError(f"mask: {shown(text)} is not a mask. {_FIX}")
-    if reader.token:
-        raise reader.unexpected("& | - or the end")
-    return value
+    """The mask of a text, in which ``_0, _1, ...`` stand for arrays and numbers, as in ``causal & documents(_0)``."""
+    return _Reader(text, arrays).whole()
 
 
 class _Reader:
-    def __init__(self, text: str, arrays: Sequence[Any]) -> None:
-        self.text, self.arrays = text, arrays
+    def __init__(self, text: str, arrays: Sequence[Any], count: int = 0) -> None:
+        self.text = text
+        self.arrays = arrays
         self.end = 0  # of the previous token
-        self.count = 0
+        self.count = count  # of the tokens read
         self.open: list[tuple[int, str]] = []  # the brackets around the token: where each stands, and what closes it
         self._scan(0)
 
     def _scan(self, start: int) -> None:
         match = _TOKEN.match(self.text, start)
         assert match is not None  # white space, then anything or nothing
-        self.token, self.start, self.next = match.group(1), match.start(1), match.end()
+        self.token = match.group(1)
+        self.start = match.start(1)
+        self.next = match.end()
+
+    def whole(self) -> Mask:
+        """The mask that the text is."""
+        value = self.value(0)
+        if not isinstance(value, Mask):
+            raise MaskError(f"mask: {shown(self.text)} is not a mask. {_FIX}")
+        if self.token:
+            raise self.unexpected("& | - or the end")
+        return value
 
     def take(self) -> str:
-        token, self.end = self.token, self.next
+        token = self.token
+        self.end = self.next
         self.count += 1
         if self.count > _MAX_TOKENS:
             raise MaskError(
@@ -316,7 +336,8 @@ class _Reader:
 
     def entries(self, bracket: str, start: int, depth: int) -> Any:
         """The content of brackets: a list; but one value in parentheses is the value itself."""
-        closing, comma = ")" if bracket == "(" else "]", False
+        closing = ")" if bracket == "(" else "]"
+        comma = False
         self.open.append((start, closing))
         values = []
         while self.token != closing:
@@ -332,7 +353,9 @@ class _Reader:
         if self.arrays and name[0] == "_":
             if name[1:] in map(str, range(len(self.arrays))):
                 return self.arrays[int(name[1:])]
-            raise MaskError(f"unpack: {shown(self.text)} with {len(self.arrays)} arrays is not what pack writes.")
+            raise MaskError(
+                f"from_text: {shown(self.text)} with {len(self.arrays)} arrays is not what to_text returns."
+            )
         if name in _LITERALS:
             return _LITERALS[name]
         make = _maker(name, bool(self.arrays))
@@ -346,8 +369,9 @@ class _Reader:
                 why = f"{shown(self.text[self.start :], 30)} at character {self.start + 1} is not in parentheses"
                 raise self.unreadable(why, f"Fix: {name}({shown(argument, 20)[1:-1]}).") from None
             reason = str(error).split(") ", 1)[-1]
-            given, parameters = shown(self.text[start : self.end]), signature(make).parameters.values()
-            arguments = ", ".join(x.name + "=..." * (x.kind is Parameter.KEYWORD_ONLY) for x in parameters)
+            given = shown(self.text[start : self.end])
+            parameters = signature(make).parameters.values()
+            arguments = ", ".join(f"{x.name}=..." if x.kind is Parameter.KEYWORD_ONLY else x.name for x in parameters)
             raise MaskError(f"mask: {given}: {shown(reason, 200)[1:-1]}.\nFix: {name}({arguments}).") from None
 
     def arguments(self, start: int, depth: int) -> tuple[list[Any], dict[str, Any]]:
@@ -371,7 +395,8 @@ class _Reader:
                 self.take()
                 if name in named:
                     raise MaskError(f"mask: {shown(self.text[start:])}: {shown(name)} is given twice.")
-                named[name] = self.value(depth + 1)
+                is_quoted = name == _QUOTED and self.token[:1] in ("'", '"') and len(self.token) > 1
+                named[name] = self.quoted() if is_quoted else self.value(depth + 1)
             else:
                 values.append(self.value(depth + 1))
             if self.token != ",":
@@ -379,6 +404,14 @@ class _Reader:
             self.take()
         self.close()
         return values, named
+
+    def quoted(self) -> Mask:
+        """A mask in quotes, as Python takes it."""
+        text = self.take()[1:-1]
+        inside = _Reader(text, self.arrays, self.count)
+        mask = inside.whole()
+        self.count = inside.count
+        return mask
 
     def word_operator(self, start: int) -> MaskError:
         return MaskError(

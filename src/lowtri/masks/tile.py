@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.errors import MaskError
+from lowtri.errors import CallError, MaskError
 
 POSITION_MAX = 2**62
 """Greater than any position, and small enough that the sum of two fits into int64. As the end of a tile it means no end."""
@@ -49,9 +49,33 @@ def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
     return int(value)
 
 
+def check_flag(where: str, name: str, value: Any, error: type[Exception] = CallError) -> bool:
+    """A switch as a bool: True or False, NumPy's own, 1 or 0, or None for False.
+
+    Raises:
+        error: for anything else, also an array, whose truth is that of its entries.
+    """
+    if value is None or isinstance(value, bool | np.bool_) or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise error(f"{where}: {name} is {shown(value)}; expected True or False.")
+
+
+def _numbers(where: str, name: str, value: Any) -> NDArray[Any]:
+    """The numbers of a list, an array or a tensor."""
+    try:
+        return np.asarray(value)
+    except (
+        Exception
+    ):  # a tensor on the device meta or of a sparse layout, rows of different lengths: their classes vary
+        raise MaskError(
+            f"{where}: {name} is {shown(value)}, whose numbers cannot be read.\n"
+            "Fix: ints, or a NumPy array or dense tensor of integers."
+        ) from None
+
+
 def checked_edge(edge: Any) -> NDArray[np.int64]:
     """One edge of a tile as int64. Infinity is accepted, as POSITION_MAX."""
-    array = np.asarray(edge)
+    array = _numbers("tile", "an edge", edge)
     if array.dtype.kind == "f" and np.all(array == np.floor(array)):
         return np.clip(array, -POSITION_MAX, POSITION_MAX).astype(np.int64)
     if array.dtype.kind not in "iu":
@@ -65,7 +89,7 @@ def checked_positions(positions: Positions) -> Positions:
         return min(positions, POSITION_MAX)
     if type(positions) is np.ndarray and positions.dtype == np.int64:
         return positions
-    array = np.asarray(positions)
+    array = _numbers("mask", "a position", positions)
     if array.dtype.kind not in "iu":
         raise MaskError(
             f"mask: the positions are {shown(positions)}, but a position is a whole number.\n"
@@ -115,7 +139,8 @@ class Interval:
     __array_ufunc__ = None  # NumPy's functions raise a TypeError
 
     def __init__(self, low: Any, high: Any) -> None:
-        self.low, self.high = low, high
+        self.low = low
+        self.high = high
 
     def __add__(self, other: Any) -> Interval:
         low, high = _ends(other)
@@ -177,7 +202,8 @@ class Truth:
     __array_ufunc__ = None
 
     def __init__(self, every: Any, some: Any) -> None:
-        self.every, self.some = every, some
+        self.every = every
+        self.some = some
 
     def __and__(self, other: Truth | bool) -> Truth:
         every, some = _truth(other)
@@ -187,7 +213,8 @@ class Truth:
         every, some = _truth(other)
         return Truth(self.every | every, self.some | some)
 
-    __rand__, __ror__ = __and__, __or__
+    __rand__ = __and__
+    __ror__ = __or__
 
     def __invert__(self) -> Truth:
         return Truth(self.some ^ True, self.every ^ True)
@@ -224,14 +251,19 @@ def _divisor(n: Any) -> int:
     return n
 
 
-class Tile(IntEnum):
+class TileAnswer(IntEnum):
     """The three answers for a tile, a rectangle of queries x keys: EMPTY (no visible pair), FULL (every pair), PARTIAL (otherwise)."""
 
     EMPTY = 0
     PARTIAL = 1
     FULL = 2
 
+    def __repr__(self) -> str:
+        return f"<Tile.{self.name}: {self.value}>"  # its public name
 
-EMPTY, PARTIAL, FULL = Tile.EMPTY, Tile.PARTIAL, Tile.FULL
-TILES = (EMPTY, PARTIAL, FULL)
-"""By number: a look-up is five times faster than ``Tile(answer)``."""
+
+EMPTY = TileAnswer.EMPTY
+PARTIAL = TileAnswer.PARTIAL
+FULL = TileAnswer.FULL
+TILE_ANSWERS = (EMPTY, PARTIAL, FULL)
+"""By number: a look-up is five times faster than ``TileAnswer(number)``."""

@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
+from lowtri.masks.tile import check_flag, shown
 from lowtri.nn.config import DecoderConfig, GPT2Config, check_size, head_size
 from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
 
 
 class Cache(Protocol):
-    """Keys and values of all layers. A cache may also have ``contiguous``, as :class:`lowtri.KVCache` does."""
+    """Keys and values of all layers. A cache may also have ``attend``, as :class:`lowtri.KVCache` does, which saves time."""
 
     mask: Mask
 
@@ -98,6 +99,8 @@ class MaskedSelfAttention(nn.Module):
             MaskError: if the mask is a bare tensor, in which the meaning of True is ambiguous.
         """
         _check_tensor("MaskedSelfAttention", "x", x)
+        if type(return_weights) is not bool:
+            return_weights = check_flag("MaskedSelfAttention", "return_weights", return_weights)
         if x.ndim not in (2, 3) or x.shape[-1] != self.W_q.in_features:
             raise CallError(
                 f"MaskedSelfAttention: x is {tuple(x.shape)}, expected (N, {self.W_q.in_features}) "
@@ -166,11 +169,13 @@ class MultiHeadAttention(nn.Module):
         if context_size is not None and not isinstance(context_size, Integral):
             check_size("MultiHeadAttention", "context_size", context_size)
         self.context_size, width = context_size or d_model, self.num_kv_heads * self.head_dim
+        bias = check_flag("MultiHeadAttention", "bias", bias)
+        out_bias = bias if out_bias is None else check_flag("MultiHeadAttention", "out_bias", out_bias)
         self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(self.context_size, width, bias=bias)
         self.v_proj = nn.Linear(self.context_size, width, bias=bias)
         self.qkv_proj: nn.Linear | None = None  # the three in one, after fuse_projections
-        self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias if out_bias is None else out_bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=out_bias)
         self.q_norm, self.k_norm = (None if qk_norm is None else nn.RMSNorm(self.head_dim, qk_norm) for _ in range(2))
 
     def forward(
@@ -208,6 +213,12 @@ class MultiHeadAttention(nn.Module):
         _check_tensor("MultiHeadAttention", "x", x)
         if context is not None:
             _check_tensor("MultiHeadAttention", "context", context)
+        if attend is not None and not callable(attend):
+            raise CallError(
+                f"MultiHeadAttention: attend is {shown(attend)}; expected a function. Fix: attend=lowtri.attention, or None."
+            )
+        if type(return_weights) is not bool:
+            return_weights = check_flag("MultiHeadAttention", "return_weights", return_weights)
         if cache is not None and not hasattr(cache, "mask"):
             raise CallError(f"MultiHeadAttention: cache is {type(cache).__name__}. Fix: lowtri.KVCache(mask).")
         batched = x.ndim != 2
@@ -240,13 +251,15 @@ class MultiHeadAttention(nn.Module):
         if rotary is None and self.rope_theta is not None:
             rotary = self.tables(np.arange(x.shape[1]) if q_positions is None else q_positions, x.device)
         q, k = self.normalize_and_rotate(q, k, rotary)
-        if cache is not None:
-            k, v, k_positions = cache.append(k, v, q_positions, layer)
-            if getattr(cache, "contiguous", False):
-                q_positions = k_positions = None  # attention's defaults, which it need not read
-        result: Any = (attend or attention)(
-            q, k, v, mask, q_positions=q_positions, k_positions=k_positions, return_weights=return_weights
-        )
+        through_cache = None if attend is not None or return_weights else getattr(cache, "attend", None)
+        if through_cache is not None:
+            result: Any = through_cache(q, k, v, q_positions, layer)
+        else:
+            if cache is not None:
+                k, v, k_positions = cache.append(k, v, q_positions, layer)
+            result = (attend or attention)(
+                q, k, v, mask, q_positions=q_positions, k_positions=k_positions, return_weights=return_weights
+            )
         output, weights = result if return_weights else (result, None)  # (B, Hq, N, D)
         output = self.o_proj(output.transpose(1, 2).flatten(2))  # (B, N, d_model)
         if not batched:

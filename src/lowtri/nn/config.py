@@ -154,7 +154,8 @@ def check_size(owner: str, name: str, value: Any, least: int = 1) -> None:
 
 def head_size(owner: str, given: int | None, rotary: bool, sizes: Mapping[str, int]) -> int:
     """The size of a head: ``given``, or the width divided by the heads. ``sizes`` are width, heads and key/value heads."""
-    (width, d), (heads, count), (kv_heads, kv_count) = sizes.items()
+    width, heads, kv_heads = sizes
+    d, count, kv_count = sizes.values()
     for name, value in sizes.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or value > MOST:
             check_size(owner, name, value)
@@ -188,7 +189,8 @@ _MOST_LAYERS = 2**16
 def _check_types(owner: str, config: Any) -> None:
     """Sizes are whole numbers from 1, flags are True or False, the rest are numbers; None stands for the default."""
     for field in fields(config):
-        value, expected = getattr(config, field.name), None
+        value = getattr(config, field.name)
+        expected = None
         if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             expected = "a whole number, at least 1"
         elif field.type == "int" and value > (_MOST_LAYERS if "layers" in field.name else MOST):

@@ -111,7 +111,12 @@ class Decoder(nn.Module):
         elif cache is not None:
             positions = cache.next_positions(ids.shape[1])
         self._check_context(ids.shape[1], positions)
-        mask = cache.mask if cache is not None else self.mask if mask is None else as_mask(mask)
+        if cache is not None:
+            mask = cache.mask
+        elif mask is None:
+            mask = self.mask
+        else:
+            mask = as_mask(mask)
         x = self.model(ids, mask, positions, cache, attend)  # (B, N, hidden)
         return self.lm_head(x[:, -logits_to_keep:])
 

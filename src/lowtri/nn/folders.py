@@ -29,7 +29,8 @@ from lowtri.nn.positions import RopeScaling
 
 M = TypeVar("M", bound=nn.Module)
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
 _LONGEST = 2**20  # bytes of a config.json; those in use have some hundreds
 _CLASSES = {  # of a configuration; the model_type of its folder
     DecoderConfig: "lowtri_decoder",

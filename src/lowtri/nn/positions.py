@@ -154,7 +154,8 @@ def rotary_tables(
     angle = positions.to(device=device, dtype=torch.float32)[..., None] * frequency  # (..., N, D/2)
     if positions.ndim == 2:
         angle = angle[:, None]  # one angle for all heads
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 

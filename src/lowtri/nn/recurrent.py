@@ -48,7 +48,8 @@ class RecurrentState:
         rows = torch.as_tensor(np.asarray(index), dtype=torch.long)
         if self.hidden is not None:
             self.hidden = tuple(part[:, rows.to(part.device)] for part in self.hidden)
-        self.last, self.batch = self.last[rows.numpy()], len(rows)
+        self.last = self.last[rows.numpy()]
+        self.batch = len(rows)
 
 
 class RecurrentLM(nn.Module):

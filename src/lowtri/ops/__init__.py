@@ -1,6 +1,7 @@
 """The checked description of an attention call.
 
 arguments      checks the arguments of a call and describes it
+dense_tables   tables of bools or numbers of other libraries, read as masks
 call           the checked, frozen description of a call: shapes, positions, mask, options
 distance_bias  biases of one number for each distance between query and key
 tensors        which tensors kernels may read; batched gradients

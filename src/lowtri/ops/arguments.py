@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_fake, is_tensor, positions_in_numpy, why_not_plain
 from lowtri.masks.label_masks import check_row_lengths
-from lowtri.masks.mask import Mask, default_positions
+from lowtri.masks.mask import Mask
+from lowtri.masks.positions import default_positions
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import shown
+from lowtri.masks.tile import check_flag, shown
 from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs, positions_of
 from lowtri.ops.distance_bias import DistanceBias, distances_of
 from lowtri.system import fast_cpus
@@ -39,10 +40,11 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
             what it got, and the fix.
         MaskError: where ``mask`` is not a mask.
     """
-    scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, _ = options
-    for name, flag in (("return_weights", return_weights), ("return_lse", return_lse)):
-        if flag is not None and not isinstance(flag, bool | np.bool_ | int):
-            raise CallError(f"attention: {name} is {shown(flag)}; expected True or False.")
+    scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, *_ = options
+    flags = {"return_weights": return_weights, "return_lse": return_lse, "return_received": options.return_received}
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            check_flag("attention", name, flag)
     mask = as_mask(mask, "attention: mask")
     q, k, v = (plain_array(*named) for named in (("q", q), ("k", k), ("v", v)))
     lead = _check_qkv(q, k, v)
@@ -108,8 +110,9 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         q_positions=queries,
         k_positions=keys,
         positions_given=given,
-        return_weights=return_weights,
-        return_lse=return_lse,
+        return_weights=bool(return_weights),
+        return_lse=bool(return_lse),
+        return_received=bool(options.return_received),
         threads=thread_count(is_numpy),
         opaque=opaque,
         transformation=transformation,
@@ -320,6 +323,8 @@ def _in_four(x: Any, rank: int, lead: tuple[int, ...]) -> Any:
     """(..., H, N, D), (H, N, D) or (N, D) as (B, H, N, D)."""
     if rank == 4:
         return x
+    if rank == 3:
+        return x[None]
     return x[None, None] if rank == 2 else x.reshape(math.prod(lead), *x.shape[-3:])
 
 

@@ -76,15 +76,17 @@ class CallOptions(NamedTuple):
     return_weights: bool = False
     return_lse: bool = False
     engine: str = "auto"
+    return_received: bool = False
 
 
 class Result(NamedTuple):
-    """The result of a call, in four dimensions; ``weights`` and ``lse`` where the call returns them."""
+    """The result of a call, in four dimensions; ``weights``, ``lse`` and ``received`` where the call returns them."""
 
     output: Any  # (B, Hq, Nq, Dv), the dtype of q
     weights: Any = None  # (B, Hq, Nq, Nk), the dtype of q, before dropout
     lse: Any = None  # (B, Hq, Nq), at least float32
     state: Any = None  # what the backend's own gradients need besides the inputs and the output
+    received: Any = None  # (B, Hq, Nk), at least float32, the sum of the weights over the queries; without a gradient
 
 
 @dataclass(eq=False, slots=True)  # frozen, it would take twice as long to make
@@ -122,6 +124,7 @@ class Call:
     transformation: str | None  # torch's transform (vmap, jvp, ...) around the call, or None
     lead: tuple[int, ...]  # the user's dimensions before (Hq, Nq, D)
     rank: int  # of the user's q
+    return_received: bool = False
     distance_low: int | None = None  # of a bias over distances (ops.distance_bias): the distance of its first number
 
     @property
@@ -142,6 +145,13 @@ class Call:
     @cached_property
     def needs_grad(self) -> bool:
         return any(x is not None and x.requires_grad for x in (self.q, self.k, self.v, self.bias, self.sinks))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it takes three tensors whose memory can be read, as they are, and returns the output alone."""
+        others = self.bias, self.sinks, self.opaque
+        returns_more = self.return_weights or self.return_lse or self.return_received
+        return self.rank == 4 and not (self.is_numpy or returns_more) and others == (None, None, None)
 
     @cached_property
     def shows_all(self) -> bool:
@@ -180,7 +190,7 @@ class Call:
         q, k = positions_of(self.mask, self.q.shape[2], positions.nk, positions.q, positions.k)
         if self.mask.batch or len(q) > 1 or len(k) > 1 or bounds[0] < 0:
             return _table(self.mask, q, k)
-        visible = self.mask.between_tokens(q.T, k)
+        visible = self.mask.visible_unchecked(q.T, k)
         return (visible & (k >= 0) if bounds[2] < 0 else visible)[None, None]  # free slots of a cache are at -1
 
     @cached_property

@@ -31,7 +31,7 @@ class DistanceBias:
 
     values: Any
     kind: tuple[Any, ...]
-    function: Callable[[Any, NDArray[np.int64]], Any]  # (values, distances (L,)) -> (..., L)
+    function: Callable[[Any, NDArray[np.int64]], Any]  # (values, consecutive distances (L,)) -> (..., L)
 
     def along(self, low: int, count: int) -> Any:
         """The numbers of ``count`` distances from ``low`` on, (B|1, H|1, 1, L)."""
@@ -90,6 +90,9 @@ def distance_bias(table: Any, first: int | None = None) -> DistanceBias:
         )
 
     def look_up(values: Any, distances: NDArray[np.int64]) -> Any:
+        low, high = int(distances[0]) - start, int(distances[-1]) - start
+        if 0 <= low <= high < n:  # distances are consecutive
+            return values[..., low : high + 1]
         return values[..., _like(np.clip(distances - start, 0, n - 1), values)]
 
     return DistanceBias(table, ("distance_bias", start), look_up)

@@ -10,6 +10,8 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import get_num_threads, is_autocast_enabled, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 
 from lowtri.compat.torch_private import (
     dispatch_key_set,
@@ -24,6 +26,8 @@ from lowtri.compat.torch_private import (
     vmap_level,
     why_unreadable,
 )
+from lowtri.ops.call import FEW_QUERIES
+from lowtri.ops.distance_bias import DistanceBias
 
 FORWARD_MODE = "inside forward-mode differentiation"
 
@@ -67,15 +71,45 @@ def transformation() -> str | None:
     return "inside a transform of torch.func" if transform_stack() is not None else None
 
 
-def settings() -> tuple[int, bool] | None:
-    """What a prepared call depends on besides its arrays: the threads, and whether gradients are recorded; None in an active mode."""
-    return None if active_mode() is not None else (torch.get_num_threads(), torch.is_grad_enabled())
+def signature(q: Any, k: Any, v: Any, bias: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
+    """The signature of a call of tensors at the default positions (:mod:`lowtri.dispatch.signature`); None if calls are not kept.
+
+    It has all that the checks look at: dispatch keys, gradients, threads, modes and transforms of torch. Which of these are usual is
+    not asked here, since only usual calls are kept.
+    """
+    if is_dynamo_compiling() or is_autocast_enabled("cpu") or tracing_state() is not None:
+        return None
+    if not (type(q) in _TYPES and type(k) in _TYPES and type(v) in _TYPES):
+        return None
+    shape, recorded = q.shape, is_grad_enabled()
+    others: Any = None
+    grads: Any = recorded and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if grads:
+        grads = q.requires_grad, k.requires_grad, v.requires_grad
+    few = 2 < len(shape) < 5 and shape[-2] < FEW_QUERIES and not grads and bias is None
+    if bias is not None or sinks is not None:
+        others = _of_other(bias, recorded), _of_other(sinks, recorded)
+        if () in others:
+            return None
+        few = few and not others[1][-1]
+    base = (
+        options, shape, q.stride(), q.dtype, k.dtype, v.dtype, grads, others,
+        dispatch_keys(q).raw_repr(), dispatch_keys(k).raw_repr(), dispatch_keys(v).raw_repr(),
+        get_num_threads(), dispatch_mode_count(), transform_stack(), forward_level(),
+    )  # fmt: skip
+    return base, (k.shape, v.shape, k.stride(), v.stride(), None), few
 
 
-def tensor_key(x: Any) -> tuple[Any, ...] | None:
-    """What a prepared call depends on of a tensor; None if its data does not lie in CPU memory as it is."""
-    keys = dense_keys(x)
-    return None if keys is None else (x.shape, x.dtype, keys, x.stride(), x.requires_grad)
+def _of_other(x: Any, recorded: bool) -> tuple[Any, ...] | None:
+    """The part of a bias or of sinks in a signature; () if such calls are not kept. The last is whether a gradient is recorded."""
+    if x is None:
+        return None
+    kind = x.kind if isinstance(x, DistanceBias) else None
+    values = x.values if isinstance(x, DistanceBias) else x
+    if type(values) not in _TYPES:
+        return ()
+    keys = dispatch_keys(values).raw_repr()
+    return kind, values.shape, values.stride(), values.dtype, keys, recorded and values.requires_grad
 
 
 def loop_over_vmapped_grads(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,7 +61,8 @@ class ShardedSequence:
         Raises:
             CallError: if the plan does not have it, or the tensors do not hold the shard's tokens.
         """
-        function, tokens = f"{type(self).__name__}.attention", len(self.positions)
+        function = f"{type(self).__name__}.attention"
+        tokens = len(self.positions)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[2] != tokens:
                 raise CallError(

@@ -67,7 +67,10 @@ def agree(what: str, error: str | None, facts: list[str], group: Any, timeout: f
     every = mine.new_empty(ranks * len(mine))
     with guard(what):
         work = all_gather(every, mine, group, async_op=True)
-        work.wait() if timeout is None else work.wait(timedelta(seconds=timeout))
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout))
     status = every.unflatten(0, (ranks, -1)).cpu()
     if not status[:, 0].any() and (status == status[0]).all():
         return
@@ -80,11 +83,12 @@ def agree(what: str, error: str | None, facts: list[str], group: Any, timeout: f
             agreed = CallError(other_error + origin)
             agreed.on_every_rank = True
             raise agreed
-    first, *others = (facts for _, facts in texts)
-    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
-    a, b = next((pair for pair in zip(first, other, strict=False) if pair[0] != pair[1]), ("...", "..."))
+    _, first = texts[0]
+    rank, other = next((rank, others) for rank, (_, others) in enumerate(texts) if others != first)
+    pairs = [pair for pair in zip(first, other, strict=False) if pair[0] != pair[1]]
+    first_fact, other_fact = pairs[0] if pairs else ("...", "...")
     raise RankError(
-        f"{what}: rank 0 has {_short(a)}, but rank {rank} has {_short(b)}.\n"
+        f"{what}: rank 0 has {_short(first_fact)}, but rank {rank} has {_short(other_fact)}.\n"
         "Fix: the same mask, n, options and kinds of tensors on every rank."
     )
 
@@ -107,9 +111,12 @@ class Exchange:
     """
 
     def __init__(self, plan: ShardPlan, mask: int, rank: int, group: Any) -> None:
-        self.rank, self.group, self.gathers = rank, group, plan.gathers[mask]
+        self.rank = rank
+        self.group = group
+        self.gathers = plan.gathers[mask]
         own = plan.positions(rank)
-        self.tokens, self.most = len(own), int(plan.tokens.max())
+        self.tokens = len(own)
+        self.most = int(plan.tokens.max())
         if self.gathers:
             parts = np.full((2, plan.ranks, self.most), -1)
             for other in range(plan.ranks):
@@ -122,7 +129,8 @@ class Exchange:
             self.others = plan.fetched(rank, mask)
             self.whole = np.concatenate([own, self.others])
             sent = [np.searchsorted(own, plan.fetched(other, mask, rank)) for other in range(plan.ranks)]
-            self.sent, self.received = [len(part) for part in sent], plan.received_from(rank, mask).tolist()
+            self.sent = [len(part) for part in sent]
+            self.received = plan.received_from(rank, mask).tolist()
             self._sent_tokens = torch.from_numpy(np.concatenate(sent))  # for rank 0 first; one may go to several ranks
 
     def fetch(self, rows: Tensor) -> Callable[[], Tensor]:
@@ -152,7 +160,8 @@ class Exchange:
 
     def add(self, d_own: Tensor, returned: Tensor) -> Tensor:
         """The gradients of this rank's own rows: its own part and those that other ranks returned, rank by rank."""
-        total, start = d_own.clone(memory_format=torch.contiguous_format), 0
+        total = d_own.clone(memory_format=torch.contiguous_format)
+        start = 0
         for rank, part in enumerate(returned.split(self.sent)):
             if self.gathers and rank != self.rank:  # its own part needs no message
                 total += part[: self.tokens]

@@ -90,7 +90,11 @@ class ContextParallel(ShardedSequence):
                     'Fix: mesh["sp"], with the name of that dimension.'
                 )
             group = group.get_group()
-        self.plan, self.group, self.keep, self.overlap, self.check = plan, group, keep, overlap, check
+        self.plan = plan
+        self.group = group
+        self.keep = keep
+        self.overlap = overlap
+        self.check = check
         self.rank = dist.get_rank(group)
         if self.rank < 0 or dist.get_world_size(group) != plan.ranks:
             raise CallError(
@@ -113,7 +117,8 @@ class ContextParallel(ShardedSequence):
         Raises:
             CallError: on every rank, if ``x`` of a rank does not hold its tokens, or requires a gradient.
         """
-        tokens, error = len(self.positions), None
+        tokens = len(self.positions)
+        error = None
         if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim or x.shape[dim] != tokens:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             error = f"unshard: x is {shape}, but its dimension {dim} must be this rank's {tokens} tokens."
@@ -173,8 +178,13 @@ class ContextParallel(ShardedSequence):
     def _attention(
         self, q: Any, k: Any, v: Any, mask: Any, bias: Bias | None, sinks: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        device, q, k, v = cast_for_autocast(q, k, v) if isinstance(q, Tensor) else (None, q, k, v)
-        index, error, facts = 0, None, []
+        device = None
+        if isinstance(q, Tensor):
+            device, *tensors = cast_for_autocast(q, k, v)
+            q, k, v = tensors
+        index = 0
+        error = None
+        facts: list[str] = []
         try:
             index = self._mask_index(q, k, v, mask, bias, sinks)
         except LowtriError as wrong:
@@ -248,17 +258,29 @@ class _Call(NamedTuple):
         """Keys, values and the options of attention over each part of them, when it has arrived; forward and backward alike."""
         q, k, v = tensors
         for number, positions in enumerate(self.key_positions()):
-            keys, values = k, v
             if not self.overlap:
                 keys, values = _keys_and_values(self.exchange.join(_rows(k, v), fetched()), k.shape[3])
             elif number == 1:
                 keys, values = _keys_and_values(fetched(), k.shape[3])
+            else:
+                keys, values = (k, v)
             bias = biases[number] if biases else bias_of_positions(self.bias, self.positions, positions, k.device)
             options = {"q_positions": self.positions, "k_positions": positions, "bias": bias, **self.options}
             options["sinks"] = sinks if number == 0 else None  # they take part in the softmax once
             if not (q.numel() and keys.numel()):  # a backend given by name is for ranks with queries and keys
                 options["engine"] = "auto"
             yield keys, values, options
+
+
+class _Saved(NamedTuple):
+    """What a forward keeps for the backward, besides biases and fetched keys and values."""
+
+    q: Any
+    k: Any
+    v: Any
+    sinks: Any
+    output: Any
+    lse: Any
 
 
 class _Attend(torch.autograd.Function):
@@ -275,22 +297,29 @@ class _Attend(torch.autograd.Function):
         ]
         output, lse = results[0] if len(results) == 1 else merge(*zip(*results, strict=True))
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.biases = call, len(biases)
-        ctx.save_for_backward(q, k, v, sinks, output, lse, *biases, *([fetched()] if call.keep else []))
+        ctx.call = call
+        ctx.biases = len(biases)
+        kept = (fetched(),) if call.keep else ()
+        ctx.save_for_backward(*_Saved(q, k, v, sinks, output, lse), *biases, *kept)
         return output, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_output: Tensor | None, d_lse: Tensor | None) -> Any:
         call: _Call = ctx.call
-        q, k, v, sinks, output, lse, *rest = ctx.saved_tensors
-        biases, kept = rest[: ctx.biases], rest[ctx.biases :]
+        of_call = len(_Saved._fields)
+        saved = _Saved(*ctx.saved_tensors[:of_call])
+        rest = ctx.saved_tensors[of_call:]
+        biases = rest[: ctx.biases]
+        kept = rest[ctx.biases :]
+        q, k, v = saved[:3]
         exchange = call.exchange
         fetched = (lambda: kept[0]) if kept else exchange.fetch(_rows(k, v))
-        d_output = torch.zeros_like(output) if d_output is None else d_output
+        d_output = torch.zeros_like(saved.output) if d_output is None else d_output
+        known = (d_output, d_lse, saved.output, saved.lse)
         gradients = [
-            attention_backward(d_output, d_lse, output, lse, q, keys, values, call.mask, wide=True, **options)
-            for keys, values, options in call.parts((q, k, v), fetched, sinks, biases)
+            attention_backward(*known, q, keys, values, call.mask, wide=True, **options)
+            for keys, values, options in call.parts((q, k, v), fetched, saved.sinks, biases)
         ]
         d_rows = [_rows(part.k, part.v) for part in gradients]
         if not call.overlap:
@@ -305,7 +334,9 @@ class _Attend(torch.autograd.Function):
             for part, bias in zip(gradients, biases, strict=False)
         ]
         d_k, d_v = _keys_and_values(exchange.add(d_own, returned()), k.shape[3])
-        d_sinks = None if gradients[0].sinks is None else gradients[0].sinks.to(sinks.dtype)
+        d_sinks = gradients[0].sinks
+        if d_sinks is not None:
+            d_sinks = d_sinks.to(saved.sinks.dtype)
         return None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, *d_biases
 
 

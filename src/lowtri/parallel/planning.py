@@ -34,7 +34,7 @@ _MOST_BLOCKS = 2**16
 _EVEN = 1.15  # imbalance
 _MOST_PIECES = 64
 _MOST_PARTNERS = 16  # that are tried for the rank with the most pairs
-_EVENED = (1.02, 1.1, 1.4)  # the most visible pairs of a rank over the mean, at which exchanges end
+_LIMITS = (1.02, 1.1, 1.4)  # the most visible pairs of a rank over the mean, at which exchanges end
 _LITTLE_MORE = 1.2  # costs are estimates: a fifth more is paid for an even way
 
 
@@ -90,14 +90,18 @@ def plan_shards(
     if not given:
         raise MaskError("plan_shards: mask is an empty list. Fix: one mask for each layer.")
     masks = tuple(dict.fromkeys(as_mask(one, "plan_shards: mask") for one in given))
-    n, ranks = check_count("plan_shards", "n", n, least=1), check_count("plan_shards", "ranks", ranks, least=1)
+    n = check_count("plan_shards", "n", n, least=1)
+    ranks = check_count("plan_shards", "ranks", ranks, least=1)
     block = _block(n, ranks) if block is None else check_count("plan_shards", "block", block, least=1)
     if block % TILE_Q:
         raise CallError(
             f"plan_shards: block is {block}, but blocks are multiples of {TILE_Q} tokens. Fix: block={TILE_Q}."
         )
-    positions, blocks = np.arange(n), -(-n // block)
-    seen, total, mean = [], np.zeros(blocks, np.int64), np.zeros(blocks)  # `mean` is of one batch row and head
+    positions = np.arange(n)
+    blocks = -(-n // block)
+    seen: list[Runs] = []  # of each mask
+    total = np.zeros(blocks, np.int64)
+    mean = np.zeros(blocks)  # of one batch row and head
     for one in masks:
         check_row_lengths("plan_shards", one, n)
         planned = plan(one, positions, positions, tile_k=128 if block % 128 == 0 else 64)
@@ -153,7 +157,8 @@ def _received(needed: tuple[Runs, ...], owner: Ints, n: int, ranks: int, block: 
     edges = first_tokens(n, block)
     sizes = np.diff(edges)
     others = n - np.bincount(owner, sizes, ranks).astype(np.int64)
-    received, gathers = np.zeros(ranks, np.int64), []
+    received = np.zeros(ranks, np.int64)
+    gathers: list[bool] = []
     for runs in needed:
         seen = np.bincount(runs.owner, edges[runs.last] - edges[runs.first], ranks)
         own = np.bincount(owner, sizes * runs.hold(owner, len(owner)), ranks)
@@ -170,8 +175,8 @@ def candidate_layouts(pairs: Ints, ranks: int, *, last_is_short: bool) -> dict[s
     k pieces     each rank holds k stretches, dealt to and fro, those with the most pairs first; two under causal are zig-zag
     two streams  each rank holds a stretch of the blocks with many pairs (more than the median, or the mean) and a stretch of the
                  others, as long as its balance needs: it then shares the keys of one long document or two, not of several
-    evened to x  one of these ways, after exchanges of blocks between the rank with the most pairs and the one with the fewest,
-                 until the former has no more than x times the mean: the fewer exchanges, the fewer keys of other ranks
+    balanced     one of these ways, after exchanges of blocks between the rank with the most pairs and the one with the fewest,
+                 until the former has no more than a limit times the mean: the fewer exchanges, the fewer keys of other ranks
 
     Args:
         pairs: visible pairs of each block of queries.
@@ -188,10 +193,10 @@ def candidate_layouts(pairs: Ints, ranks: int, *, last_is_short: bool) -> dict[s
     for name, most in (("two streams", np.median(pairs)), ("two streams by the mean", pairs.mean())):
         ways[name] = _levelled(_two_streams(pairs, ranks, pairs > most), ranks, last_is_short)
     for name, owner in list(ways.items()):
-        for limit in _EVENED:
-            evened = _evened(pairs, owner, ranks, limit, last_is_short)
-            if evened is not None:
-                ways[f"{name}, evened to {limit}"] = evened
+        for limit in _LIMITS:
+            balanced = _balanced(pairs, owner, ranks, limit, last_is_short)
+            if balanced is not None:
+                ways[f"{name}, balanced (max/mean <= {limit})"] = balanced
     return ways
 
 
@@ -203,25 +208,32 @@ def _dealt(pairs: Ints, piece: Ints, ranks: int) -> Ints:
 
 
 def _two_streams(pairs: Ints, ranks: int, many: NDArray[np.bool_]) -> Ints:
-    """The blocks with many pairs in order, and those with few in order; each rank takes some of both, to the mean of what is left."""
-    streams = np.flatnonzero(many), np.flatnonzero(~many)
-    sums = [np.concatenate([[0], np.cumsum(pairs[stream])]) for stream in streams]
-    owner, a, b = np.empty(len(pairs), np.int64), 0, 0  # the next block of each stream
+    """The heavy blocks, with many pairs, and the light ones, each in order; every rank takes some of both, to the mean of the rest."""
+    heavy = np.flatnonzero(many)
+    light = np.flatnonzero(~many)
+    heavy_sums = np.concatenate([[0], np.cumsum(pairs[heavy])])
+    light_sums = np.concatenate([[0], np.cumsum(pairs[light])])
+    owner = np.empty(len(pairs), np.int64)
+    a = 0  # the next block of the heavy stream
+    b = 0  # of the light one
     for rank in range(ranks):
         left = ranks - rank
         count = (len(pairs) - a - b) // left
-        wanted = (sums[0][-1] - sums[0][a] + sums[1][-1] - sums[1][b]) / left
-        taken = np.arange(max(0, count - len(streams[1]) + b), min(count, len(streams[0]) - a) + 1)  # of streams[0]
-        total = sums[0][a + taken] - sums[0][a] + sums[1][b + count - taken] - sums[1][b]
+        wanted = (heavy_sums[-1] - heavy_sums[a] + light_sums[-1] - light_sums[b]) / left
+        taken = np.arange(max(0, count - len(light) + b), min(count, len(heavy) - a) + 1)  # of the heavy stream
+        total = heavy_sums[a + taken] - heavy_sums[a] + light_sums[b + count - taken] - light_sums[b]
         best = int(taken[np.abs(total - wanted).argmin()])
-        owner[streams[0][a : a + best]] = owner[streams[1][b : b + count - best]] = rank
-        a, b = a + best, b + count - best
+        owner[heavy[a : a + best]] = rank
+        owner[light[b : b + count - best]] = rank
+        a += best
+        b += count - best
     return owner
 
 
 def _levelled(owner: Ints, ranks: int, last_is_short: bool) -> Ints:
     """Owners with equal numbers of blocks, to one: ranks with too many give their first ones to ranks with too few."""
-    owner, blocks = owner.copy(), len(owner)
+    owner = owner.copy()
+    blocks = len(owner)
     count = np.bincount(owner, minlength=ranks)
     quota = np.full(ranks, blocks // ranks)
     fullest = np.argsort(-count, kind="stable")
@@ -237,12 +249,14 @@ def _levelled(owner: Ints, ranks: int, last_is_short: bool) -> Ints:
     return owner
 
 
-def _evened(pairs: Ints, owner: Ints, ranks: int, limit: float, last_is_short: bool) -> Ints | None:
+def _balanced(pairs: Ints, owner: Ints, ranks: int, limit: float, last_is_short: bool) -> Ints | None:
     """Exchange blocks until no rank has more than ``limit`` times the mean pairs; None if nothing is exchanged."""
-    load, most = np.bincount(owner, pairs, ranks), limit * pairs.sum() / ranks
+    load = np.bincount(owner, pairs, ranks)
+    most = limit * pairs.sum() / ranks
     if load.max() <= most:
         return None
-    owner, blocks = owner.copy(), len(owner)
+    owner = owner.copy()
+    blocks = len(owner)
     movable = blocks - 1 if last_is_short else blocks  # a short block would make the numbers of tokens differ by more
     order = np.argsort(owner[:movable], kind="stable")
     blocks_of = np.split(order, np.cumsum(np.bincount(owner[:movable], minlength=ranks))[:-1])
@@ -258,9 +272,12 @@ def _evened(pairs: Ints, owner: Ints, ranks: int, limit: float, last_is_short: b
         else:
             break
         a, b = best
-        given, taken = blocks_of[busy][a], blocks_of[idle][b]
-        owner[given], owner[taken] = idle, busy
-        blocks_of[busy][a], blocks_of[idle][b] = taken, given
+        given = blocks_of[busy][a]
+        taken = blocks_of[idle][b]
+        owner[given] = idle
+        owner[taken] = busy
+        blocks_of[busy][a] = taken
+        blocks_of[idle][b] = given
         moved = pairs[given] - pairs[taken]
         load[busy] -= moved
         load[idle] += moved

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks import Mask
-from lowtri.masks.plan import TILE_Q, Plan, row_of_runs, stretches
+from lowtri.masks.plan import TILE_Q, Plan, row_of_runs, run_bounds
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, picture, used
 from lowtri.pictures.pages import card
 from lowtri.pictures.svg import HIDDEN, fill
@@ -38,7 +38,8 @@ class Runs(NamedTuple):
     def blocks(self, owner: int) -> Ints:
         """The blocks in the runs of one owner, increasing."""
         start, stop = np.searchsorted(self.owner, [owner, owner + 1])
-        first, size = self.first[start:stop], (self.last - self.first)[start:stop]
+        first = self.first[start:stop]
+        size = self.last[start:stop] - first
         return np.repeat(first - np.cumsum(size) + size, size) + np.arange(int(size.sum()))
 
     def hold(self, owner: Ints, blocks: int) -> NDArray[np.bool_]:
@@ -64,7 +65,8 @@ def block_pairs(plan: Plan, block: int) -> Ints:
 def block_runs(plan: Plan, block: int) -> Runs:
     """The blocks of keys that each block of queries sees, in any batch row and head."""
     row = row_of_runs(plan) % plan.rows
-    first, last = plan.runs[:, 0].astype(np.int64), plan.runs[:, 1].astype(np.int64)
+    first = plan.runs[:, 0].astype(np.int64)
+    last = plan.runs[:, 1].astype(np.int64)
     to_block = Runs(row * TILE_Q // block, first * plan.tile_k // block, -(-last * plan.tile_k // block))
     return _united(to_block, -(-plan.nk // block))
 
@@ -77,13 +79,14 @@ def runs_of_ranks(runs: Runs, owner: Ints) -> Runs:
 def _united(runs: Runs, blocks: int) -> Runs:
     """Each owner's runs, in order, with overlapping and adjacent ones united."""
     order = np.lexsort((runs.first, runs.owner))
-    owner, first = runs.owner[order], runs.first[order]
+    owner = runs.owner[order]
+    first = runs.first[order]
     last = np.minimum(runs.last[order], blocks)
     offset = owner * (blocks + 1)  # keeps the runs of different owners apart
     reach = np.maximum.accumulate(offset + last)
     begins = np.ones(len(owner), bool)
     begins[1:] = offset[1:] + first[1:] > reach[:-1]
-    starts, ends = stretches(begins)
+    starts, ends = run_bounds(begins)
     return Runs(owner[starts], first[starts], reach[ends] - offset[ends])
 
 
@@ -204,7 +207,8 @@ class ShardPlan:
         return "\n".join([self._title(), *self._grid().lines(), *self._more()])
 
     def _repr_svg_(self) -> str:
-        grid, below = self._grid(), " ".join(["tokens →", *self._more()])
+        grid = self._grid()
+        below = " ".join(["tokens →", *self._more()])
         return picture(self._title(), [Panel([grid], self._title(), below, "")], used(_LOOKS, grid.cells))
 
     def _repr_html_(self) -> str:
@@ -217,17 +221,20 @@ class ShardPlan:
         masks = ", ".join(map(repr, self.masks))
         masks = masks if len(masks) <= 60 else masks[:57] + "..."
         sent = ", all keys are sent to all" if all(self.gathers) else ""
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks:,} ranks"
         return (
-            f"{masks}: {self.n:,} tokens on {self.ranks:,} rank{'s' * (self.ranks != 1)}, {self.way}, "
+            f"{masks}: {self.n:,} tokens on {ranks}, {self.way}, "
             f"blocks of {self.block}, imbalance {self.imbalance:.2f}{sent}"
         )
 
     def _more(self) -> list[str]:
-        return [f"... and {self.ranks - _MOST_DRAWN:,} more ranks"] * (self.ranks > _MOST_DRAWN)
+        left_out = self.ranks - _MOST_DRAWN
+        return [f"... and {left_out:,} more ranks"] if left_out > 0 else []
 
     def _grid(self) -> Grid:
         """A row of at most 64 cells for each rank; one that stands for several blocks shows the most that any of them is."""
-        cells, remarks = [], []
+        cells = []
+        remarks = []
         for rank in range(min(self.ranks, _MOST_DRAWN)):
             needed = np.zeros(len(self.owner), bool)
             senders = np.zeros(self.ranks, np.int64)

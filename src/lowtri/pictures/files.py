@@ -83,14 +83,21 @@ def _shape(axes: Any, node: ET.Element, hatch: str) -> None:
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
 
-    corner, wide, high = f"{node.get('x', 0)} {node.get('y', 0)}", node.get("width"), node.get("height")
-    points, codes, x, y = [], [], 0.0, 0.0
-    for command, numbers in re.findall(r"([Mhvz])([-\d. ]*)", node.get("d", f"M{corner}h{wide}v{high}h-{wide}z")):
+    outline = node.get("d")
+    if outline is None:
+        wide = node.get("width")
+        outline = f"M{node.get('x', 0)} {node.get('y', 0)}h{wide}v{node.get('height')}h-{wide}z"
+    points = []
+    codes = []
+    x = y = 0.0
+    for command, numbers in re.findall(r"([Mhvz])([-\d. ]*)", outline):
         values = [float(number) for number in numbers.split()]
         if command == "M":
             x, y = values
-        elif command in "hv":
-            x, y = (x + values[0], y) if command == "h" else (x, y + values[0])
+        elif command == "h":
+            x += values[0]
+        elif command == "v":
+            y += values[0]
         points.append((x, y))
         codes.append({"M": Outline.MOVETO, "z": Outline.CLOSEPOLY}.get(command, Outline.LINETO))
     look: dict[str, Any] = {"facecolor": "none", "edgecolor": hatch, "hatch": "/////", "linewidth": 0.4}
@@ -102,11 +109,16 @@ def _shape(axes: Any, node: ET.Element, hatch: str) -> None:
 
 
 def _text(axes: Any, node: ET.Element, ink: str, fonts: list[str]) -> None:
-    x, y, turned = float(node.get("x", "0")), float(node.get("y", "0")), 0.0
     if "transform" in node.attrib:
         x, y, turned = map(float, re.findall(r"-?[\d.]+", node.attrib["transform"]))
+    else:
+        x = float(node.get("x", "0"))
+        y = float(node.get("y", "0"))
+        turned = 0.0
     axes.text(
-        *(x, y, node.text or ""),
+        x,
+        y,
+        node.text or "",
         fontsize=float(node.get("font-size", "12")),
         fontweight=node.get("font-weight", "normal"),
         color=node.get("fill", ink),

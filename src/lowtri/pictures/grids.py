@@ -18,7 +18,10 @@ from lowtri.pictures.labels import aligned, display_width, shortened
 from lowtri.pictures.svg import BOLD, HIDDEN, LETTER, LINE, document, fill, ink_over, text, turned
 
 MAX_CELLS = 64  # rows, and columns, of one picture
-_MARGIN, _AXIS, _BETWEEN, _LINE = 16, 18, 20, 20
+_MARGIN = 16  # around everything
+_AXIS = 18  # the width of the turned word on the left
+_BETWEEN = 20  # two grids
+_LINE = 20  # the height of a line of the legend and of the notes
 _FEW_LOOKS = 5  # of more, all cells of one look are one path, so that a picture does not grow with its colours
 
 
@@ -104,7 +107,7 @@ class Grid:
             signs = [[" " * ((w - len(x)) // 2) + x for x, w in zip(row, widths, strict=True)] for row in signs]
         else:
             widths = [max(map(len, column)) for column in zip(*signs, strict=True)]
-            gap = "  " * any(len(look.sign) > 1 for look in self.looks)
+            gap = "  " if any(len(look.sign) > 1 for look in self.looks) else ""
             lines = [gap.join(map(str.rjust, row, widths)) for row in signs]
             return aligned(list(zip(self.rows, lines, self.remarks, strict=True)), "  ") if self.remarks else lines
         table = [("", *self.columns), *[(label, *row) for label, row in zip(self.rows, signs, strict=True)]]
@@ -118,7 +121,9 @@ class Grid:
     @property
     def above(self) -> float:
         """The height of what stands directly above the cells; the last slanted label leans to the right by nine tenths of it."""
-        return LETTER * max(map(display_width, self.columns)) * 0.71 + 12 if self.columns else 18.0 * bool(self.ends)
+        if self.columns:
+            return LETTER * max(map(display_width, self.columns)) * 0.71 + 12
+        return 18.0 if self.ends else 0.0
 
     @property
     def width(self) -> float:
@@ -208,21 +213,28 @@ def picture(
         title: of the document; it is not drawn.
         wide: how far the legend may go to the right of the panels.
     """
-    body, y, right = [], float(_MARGIN), 0.0
+    body: list[str] = []
+    y = float(_MARGIN)
+    right = 0.0
     for panel in panels:
         if heading := shortened(panel.heading, 110):
             body.append(text(_MARGIN, y + 12, heading, BOLD))
-            y, right = y + 26, max(right, _MARGIN + LETTER * display_width(heading))
+            y += 26
+            right = max(right, _MARGIN + LETTER * display_width(heading))
         above = max(grid.above for grid in panel.grids)
-        top = y + above + 18 * any(grid.title for grid in panel.grids)
-        x = _MARGIN + _AXIS * bool(panel.down) + panel.grids[0].side
+        top = y + above
+        if any(grid.title for grid in panel.grids):
+            top += 18
+        x = _MARGIN + panel.grids[0].side
         if panel.down:
+            x += _AXIS
             body.append(turned(_MARGIN - 4, top, panel.down, 90))
         for grid in panel.grids:
             if grid.operator:
                 middle = top + panel.grids[-1].height / 2
                 body.append(text(x, middle + 4, grid.operator, ' font-size="18"'))
-                body += [text(x - 14, middle - 12, "softmax", ' font-size="10"')] * (grid.operator == "→")
+                if grid.operator == "→":
+                    body.append(text(x - 14, middle - 12, "softmax", ' font-size="10"'))
                 x += 2 * _BETWEEN
             labelled = grid if grid is panel.grids[0] else replace(grid, rows=())  # rows are labelled once
             body += labelled.svg(x, top, above)
@@ -230,19 +242,24 @@ def picture(
                 body.append(text(x, top + grid.height + 16, panel.across))
             right = max(right, x + max(grid.whole_width, LETTER * len(panel.across)))
             x += grid.whole_width + _BETWEEN
-        heights = [grid.height + 24 * bool(panel.across) for grid in panel.grids]
-        y = top + max(LETTER * len(panel.down), *heights) + 16  # the turned word is as high as it is long
-    x, wide = float(_MARGIN), max(wide, right)
+        height = max(grid.height for grid in panel.grids) + (24 if panel.across else 0)
+        y = top + max(LETTER * len(panel.down), height) + 16  # the turned word is as high as it is long
+    x = float(_MARGIN)
+    wide = max(wide, right)
     for look in legend:
         length = 20 + LETTER * len(look.meaning)
         if x > _MARGIN and x + length > wide:
-            x, y = float(_MARGIN), y + _LINE
+            x = float(_MARGIN)
+            y += _LINE
         frame = "" if "stroke=" in look.style else f'stroke="{LINE.light}" '
         body.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" {frame}{look.style}/>')
         body.append(text(x + 20, y + 11, look.meaning))
-        right, x = max(right, x + length), x + length + 22
-    y += _LINE * bool(legend)
+        right = max(right, x + length)
+        x += length + 22
+    if legend:
+        y += _LINE
     for note in notes:
         body.append(text(_MARGIN, y + 11, note))
-        right, y = max(right, _MARGIN + LETTER * display_width(note)), y + _LINE
+        right = max(right, _MARGIN + LETTER * display_width(note))
+        y += _LINE
     return document(right + _MARGIN, y + 10, title, body)

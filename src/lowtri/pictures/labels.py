@@ -20,10 +20,13 @@ def display_width(text: str) -> int:
     >>> display_width("black"), display_width("黑猫"), display_width("ที่นี่")
     (5, 4, 2)
     """
-    return sum(
-        0 if unicodedata.category(c) in ("Mn", "Me", "Cf") else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
-    )
+    return sum(map(_columns, text))
+
+
+def _columns(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def spelled_out(text: str, keep: str = "") -> str:

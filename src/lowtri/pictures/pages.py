@@ -101,7 +101,8 @@ def image(picture: str, text: str = "") -> str:
     size = re.search(r'width="(\d+)" height="(\d+)"', picture)
     assert size is not None
     title = re.search(r"<title>(.*?)</title>", picture)
-    width, least = int(size[1]), _SCROLLED_BELOW * int(size[1])
+    width = int(size[1])
+    least = _SCROLLED_BELOW * width
     source = base64.b64encode(picture.encode()).decode()
     words = f'<pre class="text">{escape(text)}</pre>' if text else ""
     return (

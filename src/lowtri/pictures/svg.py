@@ -86,7 +86,9 @@ def ink_over(share: float) -> str:
     >>> [ink_over(share).split('"')[1] for share in (0.3, 0.7, 0.9)]
     ['lowtri-ink', 'lowtri-dark', 'lowtri-paper']
     """
-    return fill("ink" if share <= 0.6 else "dark" if share < 0.77 else "paper")
+    if share <= 0.6:
+        return fill("ink")
+    return fill("dark") if share < 0.77 else fill("paper")
 
 
 def text(x: float, y: float, words: str, style: str = "") -> str:

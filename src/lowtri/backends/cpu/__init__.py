@@ -24,10 +24,6 @@ def supports(call: Call) -> str | None:
     reason = library.unusable() or call.opaque
     if reason:
         return reason
-    if call.dropout:
-        return "it does not drop weights"
-    if call.return_weights:
-        return "it does not return weights"
     if 0 in call.q.shape or 0 in call.v.shape:
         return "there is nothing to attend to"
     if call.distance_low is not None and call.first_distance is None:

@@ -6,24 +6,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from lowtri.backends import GradientSource, Prepared
+from lowtri.backends import Drawn, GradientSource, Prepared
 from lowtri.backends.cpu.launch import (
     ArrayLayout,
     Selection,
     Strides,
     like_array,
     of_bias,
-    of_plan,
     packed,
     select,
     strides,
     tile_threads,
     to_dtype,
 )
+from lowtri.backends.cpu.weights import CpuWeights
 from lowtri.kernels.abi import KEYS, key_rows, padded
 from lowtri.kernels.spec import Array
 from lowtri.masks.plan import Plan
 from lowtri.ops.call import Call, Inputs, Result
+from lowtri.ops.dropout import new_seed
 
 _MOST_LAYOUTS = 8  # of which a call keeps the prepared gradients
 
@@ -44,12 +45,15 @@ class CpuForward(Prepared):
         shape = (*call.q.shape[:3], dv)
         output = packed(shape) if call.is_numpy else like_array(layout.arrays[0], dv)
         self.new_output, self.output = layout.new(shape, output, layout.dtype), (shape, output)
-        self.planes = 2 if call.needs_grad else 1 if call.return_lse else 0  # log-sum-exp; what it loses to rounding
+        again = call.return_weights or call.return_received  # the scores are computed
+        # Of the log-sum-exp, and of what it loses to rounding.
+        self.planes = 2 if call.needs_grad or again else int(bool(call.return_lse))
         self.new_lse = layout.new((self.planes, *shape[:3])) if self.planes else None
-        fields = layout.fields() | {"plan": of_plan(self.plan), "o_strides": strides(output)}
+        fields = layout.tile_fields(self.plan) | {"o_strides": strides(output)}
         self.launch = layout.launch("forward", fields | {"tasks": batch * heads * self.plan.rows}, self.plan)
+        self.weights = CpuWeights(layout, self.plan) if again else None
         self._gradients: dict[Layout, _Backward] = {}
-        self.nbytes = 8192 + self.plan.nbytes
+        self.nbytes = 8192 + self.plan.nbytes + layout.q_positions.nbytes + layout.key_words.nbytes
 
     def gradient_source(self) -> GradientSource:
         return GradientSource.LSE
@@ -68,29 +72,33 @@ class CpuForward(Prepared):
             lse_low = lse + sums.nbytes // 2 if self.planes == 2 else 0
         of_bias = 0 if bias is None else layout.bias_address(bias, layout.bias_strides)
         of_sinks = 0 if sinks is None else address(sinks)
-        launch = self.launch
+        launch, seed = self.launch, int(new_seed(self.call.is_numpy)) if self.call.dropout else 0
         launch.run_at(
-            launch.prepared, address(q), address(k), address(v), address(output), lse, lse_low, of_bias, of_sinks
+            launch.prepared, address(q), address(k), address(v), address(output), lse, lse_low, of_bias, of_sinks, seed
         )
         if layout.cast:
             output = to_dtype(output, self.call.dtype)
+        weights = received = None
+        if self.weights is not None:
+            weights, received = self.weights.run(Inputs(q, k, v, bias, sinks), lse, lse_low)
         returned: Any = None
         if self.call.return_lse and sums is not None:  # the user may change what is returned in place
-            returned = sums[0].clone() if self.planes == 2 else sums[0]
-        return Result(output, None, returned, sums)
+            returned = sums[0].clone() if self.call.needs_grad else sums[0]
+        return Result(output, weights, returned, Drawn(seed, sums) if self.call.dropout else sums, received)
 
     def plain(self) -> Callable[[Any, Any, Any], Any] | None:
-        if not self.layout.is_plain or self.call.return_lse:
+        if not self.layout.is_plain or self.call.return_lse or self.weights is not None:
             return None
         return self.launch.of_three(self.launch.prepared, *self.output, self.new_lse)
 
     def gradients(self, inputs: Inputs, output: Any, state: Any, d_output: Any, d_lse: Any = None) -> Inputs:
         """``state`` is the log-sum-exp, with or without what it loses to rounding: (1 or 2, B, Hq, Nq)."""
+        sums, seed = (state.state, state.seed) if self.call.dropout else (state, 0)
         q, k, v, bias, _ = inputs
         of_bias = None if bias is None else bias.stride()
         layout = q.stride(), k.stride(), v.stride(), output.stride(), d_output.stride(), of_bias
         prepared = self._gradients.get(layout) or self._prepare_gradients(layout)
-        return prepared.run(inputs, output, state, d_output, d_lse)
+        return prepared.run(inputs, output, sums, seed, d_output, d_lse)
 
     def _prepare_gradients(self, layout: Layout) -> _Backward:
         q, k, v, output, d_output, bias = layout
@@ -148,8 +156,7 @@ class _Backward:
             for step, size in zip(steps, sizes, strict=True)
         ]
         d_bias = () if self.d_bias_shape is None else packed(self.d_bias_shape)
-        fields = layout.fields() | {
-            "plan": of_plan(plan),
+        fields = layout.tile_fields(plan) | {
             "parts": parts,
             "tasks": parts * batch * kv_heads,
             "output_strides": strides(dense if self.copies_output else output),
@@ -161,7 +168,7 @@ class _Backward:
         }
         self.launch = layout.launch("backward", fields, plan)
 
-    def run(self, inputs: Inputs, output: Any, sums: Any, d_output: Any, d_lse: Any) -> Inputs:
+    def run(self, inputs: Inputs, output: Any, sums: Any, seed: int, d_output: Any, d_lse: Any) -> Inputs:
         """The gradients in the dtype in which they are summed."""
         layout = self.layout
         q, k, v, bias, sinks = inputs if layout.unchanged else layout.inputs(inputs)
@@ -193,6 +200,7 @@ class _Backward:
             dk.data_ptr(),
             dv.data_ptr(),
             0 if d_bias is None else layout.bias_address(d_bias, (1,)),
+            seed,
         )
         if not self.is_exact:
             *_, nk, d, size_v = self.call.sizes

@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtri.kernels import abi
 from lowtri.kernels.library import code
@@ -25,6 +26,7 @@ from lowtri.kernels.spec import BYTES, Array, KernelSpec, symbol
 from lowtri.kernels.threads import run_team
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import ArrayInfo, Call, Inputs
+from lowtri.ops.dropout import kept_scale, key_words, threshold
 
 Fields: TypeAlias = dict[str, Any]  # of a kernel's record, named as in :mod:`lowtri.kernels.abi`
 Strides: TypeAlias = tuple[int, ...]  # in elements
@@ -181,7 +183,10 @@ class Selection(NamedTuple):
 
 
 def select(call: Call) -> Selection:
-    """The kernel that runs a call: decode for few queries without gradients, if their rows can be read in whole vectors."""
+    """The kernel that runs a call: decode for few queries without gradients, if their rows can be read in whole vectors.
+
+    The decode kernel neither drops weights nor returns what they are computed from again.
+    """
     dtype, arrays = call.dtype, [call.q, call.k, call.v]
     forward = _spec_of("forward", dtype, arrays)
     cast = forward is None
@@ -189,7 +194,8 @@ def select(call: Call) -> Selection:
         dtype, arrays = "float32", [pack(x) for x in arrays]
         forward = _spec_of("forward", dtype, arrays)
         assert forward is not None, "contiguous arrays in float32 are read on every CPU"
-    if not call.needs_grad and call.q.shape[2] < (_FEW_QUERIES_TILES if forward.on_tiles else _FEW_QUERIES):
+    decodes = not (call.needs_grad or call.dropout or call.return_weights or call.return_received)
+    if decodes and call.q.shape[2] < (_FEW_QUERIES_TILES if forward.on_tiles else _FEW_QUERIES):
         decode = _spec_of("decode", dtype, [pack(arrays[0]), *arrays[1:]])
         if decode is not None:
             return Selection("decode", decode, cast)
@@ -216,6 +222,7 @@ class ArrayLayout:
         dtype, compute_dtype: of the arrays that the kernels read, and of sums, log-sum-exps, biases and gradients.
         arrays: q, k and v.
         unchanged: whether the kernels read all arrays as they are.
+        q_positions, key_words: of a call with dropout, which its kernels read.
         is_plain: and these are three tensors, with an output that takes no large pages.
         address: the address of an array's first element.
     """
@@ -235,8 +242,10 @@ class ArrayLayout:
         steps = zip(call.q.shape, call.q.strides, packed(call.q.shape), strict=True)
         self.unchanged &= not self.decodes or all(size == 1 or step == dense for size, step, dense in steps)
         output_bytes = prod(call.q.shape[:3]) * call.v.shape[3] * BYTES[self.dtype]
-        self.is_plain = self.unchanged and not (call.is_numpy or others) and output_bytes < LARGE
+        self.is_plain = self.unchanged and not (call.is_numpy or others or call.dropout) and output_bytes < LARGE
         self.address: Callable[[Any], int] = _address_of_array if call.is_numpy else _address_of_tensors()
+        self.q_positions = np.ascontiguousarray(call.q_positions) if call.dropout else np.empty((1, 0), np.int64)
+        self.key_words = key_words(call.k_positions) if call.dropout else np.empty((1, 0), np.uint32)
 
     def inputs(self, inputs: Inputs) -> Inputs:
         """The arrays in dtypes that the kernels read; ``inputs`` themselves where they are ``unchanged``, which callers ask first."""
@@ -283,6 +292,15 @@ class ArrayLayout:
 
         return make_large if prod(shape) * BYTES[kind] >= LARGE else make
 
+    def new_zeros(self, shape: Strides, dtype: str) -> Callable[[Any], Any]:
+        """The same for contiguous arrays of zeros."""
+        if self.call.is_numpy:
+            return lambda like: np.zeros(shape, dtype)
+        import torch
+
+        kind = getattr(torch, dtype)
+        return lambda like: like.new_zeros(shape, dtype=kind)
+
     def fields(self) -> Fields:
         """The fields that every kernel reads: sizes, strides, options."""
         call = self.call
@@ -295,8 +313,15 @@ class ArrayLayout:
             "options": {"scale": call.scale, "softcap": call.softcap or 0.0},
         }
 
+    def tile_fields(self, plan: Plan) -> Fields:
+        """The fields that the kernels of tiles read."""
+        return self.fields() | {
+            "plan": of_plan(plan),
+            "dropout": of_dropout(self.call, self.q_positions, self.key_words),
+        }
+
     def launch(self, family: str, fields: Fields, plan: Plan) -> Launch:
-        """The launch of the forward kernel or of its gradients."""
+        """The launch of a kernel of tiles."""
         return Launch(getattr(abi, family.upper()), self.spec, fields, tile_threads(family, self.call, plan), plan)
 
     def _keeps(self, x: ArrayInfo) -> bool:
@@ -309,6 +334,22 @@ def of_plan(plan: Plan) -> Fields:
     arrays = ("mask_index", "row_start", "runs", "tile_bits", "bits")
     strides = {"mask_index_b": masks_h if masks_b > 1 else 0, "mask_index_h": int(masks_h > 1)}
     return {name: _address_of_array(getattr(plan, name)) for name in arrays} | strides | {"rows": plan.rows}
+
+
+def of_dropout(call: Call, q_positions: NDArray[np.int64], words: NDArray[np.uint32]) -> Fields:
+    """The fields of dropout, all 0 without; the positions of the queries are (B|1, Nq), the words of the keys (B|1, Nk)."""
+    below = threshold(call.dropout)
+    if below == 0:  # no draw is less
+        return dict.fromkeys(abi.DROPOUT.names or (), 0)
+    return {
+        "q_positions": _address_of_array(q_positions),
+        "q_positions_b": q_positions.shape[1] if len(q_positions) > 1 else 0,
+        "key_words": _address_of_array(words),
+        "key_words_b": words.shape[1] if len(words) > 1 else 0,
+        "last_dropped": below - 1,
+        "share": 1 - call.dropout,
+        "scale": kept_scale(call.dropout),
+    }
 
 
 def of_bias(call: Call, shape: Sequence[int] | None, of: Strides, axes: Sequence[str] = "bhqk") -> Fields:
@@ -374,11 +415,11 @@ def _address_of_tensors() -> Callable[[Any], int]:
 GRAIN = 2**20
 _READ = 2  # a byte of keys and values takes as long as so many multiplications
 _STARTED = 16  # NumPy arrays: without torch each run starts its threads, some ten times as long as to wake them
-_PRODUCTS = {"forward": 2, "backward": 5}  # of matrices
+_PRODUCTS = {"forward": 2, "backward": 5, "weights": 1}  # of matrices
 
 
 def tile_threads(family: str, call: Call, plan: Plan) -> int:
-    """For the tiles that the kernel of this family computes: forward or backward."""
+    """For the tiles that the kernel of this family computes: forward, backward or weights."""
     batch, heads, _, nq, nk, d, dv = call.sizes
     tiles = int((plan.runs[:, 1] - plan.runs[:, 0]).sum())  # of all masks, each taken to be as frequent as the others
     pairs = min(nq * nk, tiles * TILE_Q * plan.tile_k // plan.masks)

@@ -14,12 +14,16 @@ from torch import Tensor
 from lowtri.errors import CallError
 from lowtri.masks import POSITION_MAX
 
+_INTEGERS = (torch.int32, torch.int64)
+
 
 def check_tensor(name: str, argument: str, x: Any, layout: str) -> None:
     """Raise unless x is a tensor with the dimensions of its layout; a digit in the layout is the size of that dimension."""
-    sizes = [part.strip(" ()") for part in layout.split(",")]
-    fits = isinstance(x, Tensor) and x.ndim == len(sizes)
-    if not fits or any(size.isdigit() and int(size) != n for size, n in zip(sizes, x.shape, strict=True)):
+    fits = isinstance(x, Tensor) and x.ndim == layout.count(",") + 1
+    if fits and ("2" in layout or "3" in layout):
+        sizes = layout.strip("()").split(", ")
+        fits = all(not size.isdigit() or int(size) == n for size, n in zip(sizes, x.shape, strict=True))
+    if not fits:
         got = f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise CallError(f"{name}: {argument} is {got}. Fix: a torch tensor {layout}.")
 
@@ -28,7 +32,8 @@ def check_shapes(
     name: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *, one_batch: bool = True
 ) -> None:
     """Raise unless q (..., Nq, Hq, D), k (..., Nk, Hkv, D) and v (..., Nk, Hkv, Dv) fit together."""
-    (of_q, of_k, of_v), (key, value) = (tuple(x.shape) for x in (q, k, v)), names
+    of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    key, value = names
     rule = ""
     if of_q[-1] != of_k[-1] or of_q[-1] == 0:
         rule = f"q and {key} have the same head size D, at least 1"
@@ -63,6 +68,8 @@ def check_numbers(name: str, dropout_p: Any, softmax_scale: Any, softcap: Any, c
 
 def read_window(name: str, window_size: Any) -> tuple[int, int]:
     """(left, right), -1 for no limit."""
+    if type(window_size) is tuple and window_size == (-1, -1):
+        return -1, -1
     try:
         left, right = (operator.index(n) for n in window_size)
     except (TypeError, ValueError):
@@ -82,39 +89,52 @@ def check_slopes(name: str, slopes: Any, rows: int, heads: int) -> None:
     )
 
 
-def whole_numbers(name: str, argument: str, value: Any, sizes: tuple[int | str, ...], below: int | None) -> Tensor:
-    """An argument of whole numbers as int64 on the CPU, of the given sizes; the name of a size fits any.
+def whole_numbers(
+    name: str, argument: str, value: Any, sizes: tuple[int | str, ...], below: int | None
+) -> NDArray[np.int64]:
+    """An argument of whole numbers as int64, of the given sizes; the name of a size fits any.
 
     Args:
         below: the bound of the numbers, which are at least 0; None if they are not checked.
     """
     try:
-        numbers = torch.as_tensor(value).detach().cpu()
+        numbers = value.numpy(force=not value.is_cpu) if isinstance(value, Tensor) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError):
-        numbers = torch.empty(0)
+        numbers = np.empty(0)
     fits = numbers.ndim == len(sizes) and all(
         isinstance(a, str) or a == b for a, b in zip(sizes, numbers.shape, strict=True)
     )
-    whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
-    if not fits or not whole:
+    if not fits or numbers.dtype.kind not in "iu":
         got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else _shown(value)
         shape = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
         raise CallError(f"{name}: {argument} is {got}. Fix: whole numbers {shape}.")
-    if below is not None and numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < below:
+    if below is not None and numbers.size:
+        _check_range(name, argument, numbers, int(numbers.min()), int(numbers.max()), below)
+    return numbers.astype(np.int64, copy=False)
+
+
+def _check_range(name: str, argument: str, numbers: Any, low: int, high: int, below: int) -> None:
+    if not 0 <= low <= high < below:
         fix = "at least 0" if below == POSITION_MAX else f"each of 0 .. {below - 1}"
-        raise CallError(f"{name}: {argument} is {numbers.tolist()!r:.60}. Fix: {fix}.")
-    return numbers.long()
+        raise CallError(f"{name}: {argument} is {np.asarray(numbers).tolist()!r:.60}. Fix: {fix}.")
 
 
-def for_rows(name: str, argument: str, value: int | Tensor, rows: int) -> Tensor:
-    """(B,) positions, from one for all rows or one for each."""
-    return whole_numbers(name, argument, value, () if np.ndim(value) == 0 else (rows,), POSITION_MAX).expand(rows)
+def for_rows(name: str, argument: str, value: int | Tensor, rows: int) -> list[int]:
+    """A position of each row, from one for all rows or one for each."""
+    if isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == rows and value.dtype in _INTEGERS:
+        numbers: Any = value.tolist()  # as most are given
+    else:
+        numbers = whole_numbers(name, argument, value, () if np.ndim(value) == 0 else (rows,), None).tolist()
+    of_rows: list[int] = [numbers] * rows if isinstance(numbers, int) else numbers
+    if of_rows:
+        _check_range(name, argument, numbers, min(of_rows), max(of_rows), POSITION_MAX)
+    return of_rows
 
 
 def edges_of(name: str, argument: str, edges: Any, total: int | None = None) -> NDArray[np.int64]:
     """cu_seqlens, (B + 1,): ascending from 0, to ``total`` if it is given."""
-    array: NDArray[np.int64] = whole_numbers(name, argument, edges, ("B + 1",), None).numpy()
-    ascends = len(array) > 1 and array[0] == 0 and np.all(np.diff(array) >= 0)
+    array = whole_numbers(name, argument, edges, ("B + 1",), None)
+    ascends = len(array) > 1 and array[0] == 0 and (array[1:] >= array[:-1]).all()
     if not ascends or total not in (None, array[-1]):
         fix = (
             "(B + 1,) whole numbers, ascending from 0" if total is None else f"ascending, from 0 to {total}, the tokens"

@@ -79,4 +79,4 @@ def _flags(argument: str, mask: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _rows(name: str, indices: Any, below: int, count: int | str) -> Tensor:
-    return whole_numbers(name, "indices", indices, (count,), below)
+    return torch.from_numpy(whole_numbers(name, "indices", indices, (count,), below))

@@ -7,17 +7,17 @@ and keys, which both stand at its end: this is flash-attn's alignment to the bot
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import wraps
 from importlib import import_module, util
 from inspect import Signature, signature
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
@@ -34,8 +34,8 @@ from lowtri.integrations.flash_attn.arguments import (
     whole_numbers,
 )
 from lowtri.integrations.flash_attn.layers_rotary import rotate
-from lowtri.masks import POSITION_MAX, Mask, band, documents, full, window
-from lowtri.masks import causal as causal_mask
+from lowtri.masks import POSITION_MAX, Mask, band, causal, full, window
+from lowtri.masks.label_masks import PackedDocuments
 from lowtri.ops.distance_bias import alibi
 
 __all__ = [
@@ -51,6 +51,8 @@ __all__ = [
 P = ParamSpec("P")
 Ints = NDArray[np.int64]
 
+_FULL, _CAUSAL = full(), causal()  # a mask takes longer to make than to look up
+
 MARK = "lowtri_installed"  # an attribute of the module that install() puts in the place of flash_attn
 
 
@@ -60,17 +62,27 @@ def is_real_installed() -> bool:
     return not hasattr(module, MARK) if module is not None else util.find_spec("flash_attn") is not None
 
 
-def _real_on_cuda(function: Callable[P, Any]) -> Callable[P, Any]:
-    """Pass tensors on a CUDA device to the function of the real package, where it is installed."""
+def _public(*, in_graphs: bool) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+    """Pass tensors on a CUDA device to the function of the real package, where it is installed.
 
-    @wraps(function)
-    def call(*args: P.args, **options: P.kwargs) -> Any:
-        q = args[0] if args else options.get("q")
-        if getattr(q, "is_cuda", False) and is_real_installed():
-            return getattr(import_module("flash_attn"), function.__name__)(*args, **options)
-        return function(*args, **options)
+    Args:
+        in_graphs: whether torch.compile may trace the function. It may not where the mask and the positions depend on numbers in
+            arguments.
+    """
 
-    return call
+    def public(function: Callable[P, Any]) -> Callable[P, Any]:
+        in_program = function if in_graphs else outside_graph(function)
+
+        @wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> Any:
+            q = args[0] if args else options.get("q")
+            if getattr(q, "is_cuda", False) and is_real_installed():
+                return getattr(import_module("flash_attn"), function.__name__)(*args, **options)
+            return in_program(*args, **options) if is_dynamo_compiling() else function(*args, **options)
+
+        return call
+
+    return public
 
 
 def _packed_form(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -92,8 +104,7 @@ def _packed_form(function: Callable[..., Any]) -> Callable[[Callable[..., Any]],
     return form
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     """What all functions share, under flash-attn's names."""
 
     name: str
@@ -105,27 +116,37 @@ class _Options:
     alibi_slopes: Tensor | None
     return_attn_probs: bool
 
-    def run(self, tensors: Iterable[Tensor], mask: Mask, positions: dict[str, Ints]) -> tuple[Tensor, ...]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, positions: dict[str, Any]) -> tuple[Tensor, ...]:
         """Attention of q, k and v (B, H, N, D), returned in flash-attn's layout.
 
         Returns:
-            the output (B, Nq, Hq, D); the log-sum-exp (B, Hq, Nq), float32, without gradient, and inf where a query sees no key;
-            the weights; the last two are empty unless they are returned.
+            the output (B, Nq, Hq, D); and with ``return_attn_probs`` the log-sum-exp (B, Hq, Nq), float32, without gradient, and inf
+            where a query sees no key, and the weights, empty without dropout.
         """
-        q, k, v = tensors
         weighted = self.return_attn_probs and self.dropout_p > 0
-        options: dict[str, Any] = {"return_weights": weighted, "return_lse": self.return_attn_probs, **positions}
+        bias = None
         if (slopes := self.alibi_slopes) is not None:
-            options["bias"] = alibi(slopes.detach().to(q.device, torch.promote_types(q.dtype, torch.float32)))
-        options |= {"scale": self.softmax_scale, "softcap": self.softcap or None, "dropout": self.dropout_p}
-        result: Any = attention(q, k, v, mask, **options)
-        output, *rest = result if isinstance(result, tuple) else (result,)
-        lse = weights = q.new_empty(0)
-        if self.return_attn_probs:
-            lse = rest[-1].detach()
-            lse = lse.masked_fill(lse == -torch.inf, torch.inf).float()
-            weights = rest[0] if weighted else weights
-        return output.transpose(1, 2).contiguous(), lse, weights  # contiguous: callers use view
+            bias = alibi(slopes.detach().to(q.device, torch.promote_types(q.dtype, torch.float32)))
+        result: Any = attention(
+            q,
+            k,
+            v,
+            mask,
+            scale=self.softmax_scale,
+            softcap=self.softcap or None,
+            bias=bias,
+            dropout=self.dropout_p,
+            return_weights=weighted,
+            return_lse=self.return_attn_probs,
+            **positions,
+        )
+        output, *rest = result if self.return_attn_probs else (result,)
+        output = output.transpose(1, 2).contiguous()  # callers use view
+        if not self.return_attn_probs:
+            return (output,)
+        lse = rest[-1].detach()
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf).float()
+        return output, lse, rest[0] if weighted else q.new_empty(0)
 
     def mask(self) -> Mask:
         """Which keys each query sees, for positions that end together."""
@@ -134,16 +155,16 @@ class _Options:
             check_numbers(self.name, self.dropout_p, self.softmax_scale, self.softcap, self.causal)
         right = 0 if self.causal else right
         if left < 0 and right < 0:
-            return full()
+            return _FULL
         if right == 0:
-            return causal_mask() if left < 0 else window(left + 1)
+            return _CAUSAL if left < 0 else window(left + 1)
         return band(POSITION_MAX if left < 0 else left, POSITION_MAX if right < 0 else right)
 
 
 # Every sequence of a batch has the same length.
 
 
-@_real_on_cuda
+@_public(in_graphs=True)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -191,7 +212,8 @@ def flash_attn_func(
     check_slopes(name, alibi_slopes, q.shape[0], q.shape[2])
     options = _Options(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     nq, nk = q.shape[1], k.shape[1]
-    results = options.run((x.transpose(1, 2) for x in (q, k, v)), options.mask(), bottom_right_positions(nq, nk))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    results = options.run(q, k, v, options.mask(), bottom_right_positions(nq, nk))
     return results if return_attn_probs else results[0]
 
 
@@ -214,8 +236,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor) -> Any:
 _VARLEN = "flash_attn_varlen_func"
 
 
-@_real_on_cuda
-@outside_graph  # the mask and the positions depend on numbers in arguments
+@_public(in_graphs=False)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -259,7 +280,7 @@ def flash_attn_varlen_func(
         CallError: if the arguments do not fit together.
     """
     of_q = edges_of(_VARLEN, "cu_seqlens_q", cu_seqlens_q)
-    of_k = edges_of(_VARLEN, "cu_seqlens_k", cu_seqlens_k)
+    of_k = of_q if cu_seqlens_k is cu_seqlens_q else edges_of(_VARLEN, "cu_seqlens_k", cu_seqlens_k)
     if len(of_q) != len(of_k):
         raise CallError(
             f"{_VARLEN}: cu_seqlens_q has {len(of_q)} edges and cu_seqlens_k {len(of_k)}. Fix: B + 1 in both."
@@ -270,19 +291,20 @@ def flash_attn_varlen_func(
         check_tensor(_VARLEN, argument, x, "(total, H, D)")
     check_shapes(_VARLEN, q, k, v)
     check_slopes(_VARLEN, alibi_slopes, len(of_q) - 1, q.shape[1])
-    for argument, edges, x in (("cu_seqlens_q", of_q, q), ("cu_seqlens_k", of_k, k)):
-        if edges[-1] > len(x):
+    totals = q.shape[0], k.shape[0]
+    for argument, edges, total in zip(("cu_seqlens_q", "cu_seqlens_k"), (of_q, of_k), totals, strict=True):
+        if edges[-1] > total:
             raise CallError(
-                f"{_VARLEN}: {argument} ends at {edges[-1]}, but there are {len(x)} tokens. Fix: an end of at most {len(x)}."
+                f"{_VARLEN}: {argument} ends at {edges[-1]}, but there are {total} tokens. Fix: an end of at most {total}."
             )
     options = _Options(_VARLEN, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     mask = options.mask()
     if alibi_slopes is not None and alibi_slopes.ndim == 2:
         results = _one_by_one(options, (q, k, v), (of_q, of_k))
     else:
-        apart, positions = _documents(of_q, of_k, len(q), len(k))
-        tensors = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, total, D)
-        results = options.run(tensors, mask if apart is None else mask & apart, positions)
+        apart, positions = _documents(of_q, of_k, *totals)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, total, D)
+        results = options.run(q, k, v, mask if apart is None else mask & apart, positions)
         results = tuple(x[0] if x.ndim > 1 else x for x in results)  # what is not returned is empty
     return results if return_attn_probs else results[0]
 
@@ -305,12 +327,14 @@ def flash_attn_varlen_kvpacked_func(
 
 def _documents(of_q: Ints, of_k: Ints, total_q: int, total_k: int) -> tuple[Mask | None, dict[str, Ints]]:
     """The mask that keeps sequences apart, None for a single one, and the positions of queries and keys."""
-    lengths = np.maximum(np.diff(of_q), np.diff(of_k))
-    ends = np.cumsum(lengths)
-    real = lengths[lengths > 0].tolist()
-    mask = documents(lengths=real) if len(real) > 1 else None
-    if np.array_equal(of_q, of_k) and total_q == total_k == of_q[-1]:
+    same = of_q is of_k or bool((of_q == of_k).all())
+    lengths = of_q[1:] - of_q[:-1]
+    lengths = lengths if same else np.maximum(lengths, of_k[1:] - of_k[:-1])
+    real = tuple([length for length in lengths.tolist() if length])
+    mask = PackedDocuments(real) if len(real) > 1 else None  # the edges are checked
+    if same and total_q == total_k == of_q[-1]:
         return mask, {}
+    ends = np.cumsum(lengths)
     at_end = {}  # each sequence stands at the end of its document; tokens past the last edge have no position
     for name, edges, total in (("q_positions", of_q, total_q), ("k_positions", of_k, total_k)):
         at_end[name] = np.full(total, -1, np.int64)
@@ -330,9 +354,9 @@ def _from_pages(pages: Tensor, edges: Ints, block_table: Any) -> Tensor:
         )
     row = np.repeat(np.arange(len(lengths)), lengths)
     slot = np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)
-    page = table[torch.from_numpy(row), torch.from_numpy(slot // size)]  # entries past the last page are not read
-    page = whole_numbers(_VARLEN, "block_table", page, ("pages",), len(pages)).to(pages.device)
-    return pages[page, torch.from_numpy(slot % size).to(pages.device)]
+    page = table[row, slot // size]  # entries past the last page are not read
+    page = whole_numbers(_VARLEN, "block_table", page, ("pages",), len(pages))
+    return pages[tuple(torch.from_numpy(x).to(pages.device) for x in (page, slot % size))]
 
 
 def _one_by_one(options: _Options, tensors: tuple[Tensor, ...], edges: tuple[Ints, Ints]) -> tuple[Tensor, ...]:
@@ -342,11 +366,11 @@ def _one_by_one(options: _Options, tensors: tuple[Tensor, ...], edges: tuple[Int
     weights = q.new_zeros(q.shape[1], len(q), len(k)) if dropped else q.new_empty(0)
     outputs, lses = [], []
     for b in range(len(of_q) - 1):
-        one = replace(options, alibi_slopes=None if slopes is None else slopes[b], return_attn_probs=True)
+        one = options._replace(alibi_slopes=None if slopes is None else slopes[b], return_attn_probs=True)
         rows, columns = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
         positions = bottom_right_positions(rows.stop - rows.start, columns.stop - columns.start)
-        parts = (x.transpose(0, 1)[None] for x in (q[rows], k[columns], v[columns]))
-        output, lse, part = one.run(parts, mask, positions)
+        own_q, own_k, own_v = (x.transpose(0, 1)[None] for x in (q[rows], k[columns], v[columns]))
+        output, lse, part = one.run(own_q, own_k, own_v, mask, positions)
         outputs.append(output[0])
         lses.append(lse[0])
         if dropped:
@@ -361,9 +385,7 @@ def _one_by_one(options: _Options, tensors: tuple[Tensor, ...], edges: tuple[Int
 _CACHE = "flash_attn_with_kvcache"
 
 
-@_real_on_cuda
-@outside_graph  # the mask and the positions depend on numbers in arguments
-@torch.no_grad()
+@_public(in_graphs=False)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -422,16 +444,17 @@ def flash_attn_with_kvcache(
     options = _Options(_CACHE, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
     mask = options.mask()
     slots = _Slots(q, k_cache, v_cache, block_table, cache_batch_idx)
-    rows = len(q)
+    rows = q.shape[0]
     lengths = for_rows(_CACHE, "cache_seqlens", slots.count if cache_seqlens is None else cache_seqlens, rows)  # (B,)
-    starts = for_rows(_CACHE, "cache_leftpad", 0 if cache_leftpad is None else cache_leftpad, rows)
+    starts = None if cache_leftpad is None else for_rows(_CACHE, "cache_leftpad", cache_leftpad, rows)
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
         raise CallError(f"{_CACHE}: got k without v or cache_seqlens, or v without k. Fix: all three, or none.")
     new = 0 if k is None else slots.check_new(k, v)
-    ends = (lengths + new).numpy()
-    if ends.max(initial=0) > slots.count:
+    ends = [length + new for length in lengths]
+    last = max(ends, default=0)
+    if last > slots.count:
         raise CallError(
-            f"{_CACHE}: cache_seqlens is {lengths.tolist()!r:.60} and {new} tokens are new, but a row has {slots.count} slots.\n"
+            f"{_CACHE}: cache_seqlens is {lengths!r:.60} and {new} tokens are new, but a row has {slots.count} slots.\n"
             "Fix: a larger cache."
         )
     slots.check_pages(ends)
@@ -445,22 +468,25 @@ def flash_attn_with_kvcache(
         check_tensor(_CACHE, "rotary_sin", rotary_sin, "(positions, R)")
         own = causal or read_window(_CACHE, window_size) != (-1, -1)
         steps = torch.arange(q.shape[1]) if own else torch.zeros(q.shape[1], dtype=torch.int64)
-        q = rotate(q, rotary_cos, rotary_sin, lengths[:, None] + steps, rotary_interleaved, _CACHE)
-        k = rotate(k, rotary_cos, rotary_sin, lengths[:, None] + torch.arange(new), rotary_interleaved, _CACHE)
-    if k is not None and v is not None:
-        slots.write(lengths, k, v)
-    keys, values = slots.read(int(ends.max(initial=0)))  # (B, S, Hkv, D)
-    positions = _slot_positions(q.shape[1], keys.shape[1], starts.numpy(), ends)
-    output, lse, _ = options.run((x.transpose(1, 2) for x in (q, keys, values)), mask, positions)
-    return (output, lse) if return_softmax_lse else output
+        before = torch.tensor(lengths, dtype=torch.int64)[:, None]
+        q = rotate(q, rotary_cos, rotary_sin, before + steps, rotary_interleaved, _CACHE)
+        k = rotate(k, rotary_cos, rotary_sin, before + torch.arange(new), rotary_interleaved, _CACHE)
+    positions = _slot_positions(q.shape[1], last, starts, ends)
+    with torch.no_grad():
+        if k is not None and v is not None:
+            slots.write(lengths, k, v)
+        keys, values = slots.read(last)  # (B, S, Hkv, D)
+        results = options.run(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask, positions)
+    return results[:2] if return_softmax_lse else results[0]
 
 
 class _Slots:
     """The slots of each row of q in a cache, which are in pages; without ``block_table``, a row of the cache is one page."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, table: Any, index: Any) -> None:
-        for argument, x, layout in (("q", q, "N"), ("k_cache", k, "slots"), ("v_cache", v, "slots")):
-            check_tensor(_CACHE, argument, x, f"(B, {layout}, H, D)")
+        check_tensor(_CACHE, "q", q, "(B, N, H, D)")
+        check_tensor(_CACHE, "k_cache", k, "(B, slots, H, D)")
+        check_tensor(_CACHE, "v_cache", v, "(B, slots, H, D)")
         check_shapes(_CACHE, q, k, v, ("k_cache", "v_cache"), one_batch=False)
         if not (q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)):
             raise CallError(
@@ -471,18 +497,16 @@ class _Slots:
                 f"{_CACHE}: block_table and cache_batch_idx exclude each other. Fix: the rows of block_table."
             )
         self.k, self.v, self.batch = k, v, q.shape[0]
-        self.in_order = table is None and index is None  # row by row, so that nothing is copied
+        self.table: Ints | None = None  # (B, pages); None: row by row, so that nothing is copied
         if table is not None:
-            self.table = whole_numbers(_CACHE, "block_table", table, (self.batch, "pages"), None)  # (B, pages)
+            self.table = whole_numbers(_CACHE, "block_table", table, (self.batch, "pages"), None)
         elif index is not None:
-            self.table = whole_numbers(_CACHE, "cache_batch_idx", index, (self.batch,), len(k))[:, None]
-        else:
-            self.table = torch.arange(self.batch)[:, None]
+            self.table = whole_numbers(_CACHE, "cache_batch_idx", index, (self.batch,), k.shape[0])[:, None]
         self.size = max(1, k.shape[1])  # of a page
-        self.count = self.table.shape[1] * k.shape[1]
-        if self.in_order and len(k) != self.batch:
+        self.count = k.shape[1] * (1 if self.table is None else self.table.shape[1])
+        if self.table is None and k.shape[0] != self.batch:
             raise CallError(
-                f"{_CACHE}: q has {self.batch} rows, but the cache {len(k)}. Fix: cache_batch_idx=, one per row of q."
+                f"{_CACHE}: q has {self.batch} rows, but the cache {k.shape[0]}. Fix: cache_batch_idx=, one per row of q."
             )
 
     def check_new(self, k: Any, v: Any) -> int:
@@ -490,44 +514,54 @@ class _Slots:
         for argument, x, cache in (("k", k, self.k), ("v", v, self.v)):
             check_tensor(_CACHE, argument, x, "(B, N, H, D)")
             expected = (self.batch, k.shape[1], *cache.shape[2:])
-            if tuple(x.shape) != expected or not x.is_floating_point():
+            if x.shape != expected or not x.is_floating_point():
                 raise CallError(
                     f"{_CACHE}: {argument} is {tuple(x.shape)} {x.dtype}. Fix: {expected} floats, as q and the cache."
                 )
-            if any(step == 0 and size > 1 for step, size in zip(cache.stride(), cache.shape, strict=True)):
+            steps = cache.stride()
+            if 0 in steps and any(step == 0 and size > 1 for step, size in zip(steps, cache.shape, strict=True)):
                 raise CallError(
                     f"{_CACHE}: {argument}_cache is expanded, so its rows share memory and cannot hold different tokens. "
                     f"Fix: {argument}_cache.contiguous()."
                 )
         return int(k.shape[1])
 
-    def check_pages(self, ends: Ints) -> None:
+    def check_pages(self, ends: list[int]) -> None:
         """Raise if a page that is used does not exist; other entries of the table may hold anything."""
-        used = torch.from_numpy(np.arange(self.table.shape[1]) < -(-ends // self.size)[:, None])
-        whole_numbers(_CACHE, "block_table", self.table[used], ("pages",), len(self.k))
-        self.table = self.table.where(used, 0)
+        if self.table is not None:
+            used = np.arange(self.table.shape[1]) < -(-np.array(ends, int) // self.size)[:, None]
+            whole_numbers(_CACHE, "block_table", self.table[used], ("pages",), len(self.k))
+            self.table = np.where(used, self.table, 0)
 
-    def write(self, lengths: Tensor, k: Tensor, v: Tensor) -> None:
+    def write(self, lengths: list[int], k: Tensor, v: Tensor) -> None:
         """Write new keys and values (B, N, H, D) after the present ones."""
-        slot = lengths[:, None] + torch.arange(k.shape[1])  # (B, N)
-        page, slot = self.table.gather(1, slot // self.size), slot % self.size
+        n = k.shape[1]
+        if self.table is None and len(set(lengths)) == 1:  # one rectangle
+            for cache, fresh in ((self.k, k), (self.v, v)):
+                cache.narrow(1, lengths[0], n).copy_(fresh)
+            return
+        slot = np.array(lengths, int)[:, None] + np.arange(n)  # (B, N)
+        page = np.arange(self.batch)[:, None]
+        if self.table is not None:
+            page, slot = self.table[page, slot // self.size], slot % self.size
         for cache, fresh in ((self.k, k), (self.v, v)):
-            cache[page.to(cache.device), slot.to(cache.device)] = fresh.to(cache.dtype)
+            cache[tuple(torch.from_numpy(x).to(cache.device) for x in (page, slot))] = fresh.to(cache.dtype)
 
     def read(self, n: int) -> tuple[Tensor, Tensor]:
         """The first ``n`` slots of each row, (B, n, H, D): views, except for pages and chosen rows."""
-        if self.in_order:
-            return self.k[:, :n], self.v[:, :n]
-        pages = self.table[:, : -(-n // self.size)]
+        if self.table is None:
+            return self.k.narrow(1, 0, n), self.v.narrow(1, 0, n)
+        pages = torch.from_numpy(self.table[:, : -(-n // self.size)])
         return self.k[pages, :n].flatten(1, 2)[:, :n], self.v[pages, :n].flatten(1, 2)[:, :n]
 
 
-def _slot_positions(nq: int, nk: int, starts: Ints, ends: Ints) -> dict[str, Ints]:
+def _slot_positions(nq: int, nk: int, starts: list[int] | None, ends: list[int]) -> dict[str, Ints]:
     """Slots as positions, -1 before a row's start and after its end; the last query stands at the last key."""
-    if not len(ends):  # no rows, so no position of each row
+    if not ends:  # no rows, so no position of each row
         return {"q_positions": np.arange(nq), "k_positions": np.arange(nk)}
-    if (ends == nk).all() and not starts.any() and nq <= nk:
+    starts = starts or [0] * len(ends)
+    if nq <= nk == min(ends) and not any(starts):  # no row ends after nk
         return {}
-    slots = np.arange(nk)
-    k = np.where((slots >= starts[:, None]) & (slots < ends[:, None]), slots + nq, -1)  # + nq: none of q's is negative
-    return {"q_positions": ends[:, None] + np.arange(nq), "k_positions": k}
+    slots, first, end = np.arange(nk), np.array(starts)[:, None], np.array(ends)[:, None]
+    k = np.where((slots >= first) & (slots < end), slots + nq, -1)  # + nq: none of q's is negative
+    return {"q_positions": end + np.arange(nq), "k_positions": k}

@@ -46,11 +46,13 @@ def apply_rotary_emb(
         check_tensor(name, table, of, "(positions, R)")
     check_tensor(name, "x", x, "(B, N, H, D)" if cu_seqlens is None else "(total, H, D)")
     if cu_seqlens is None:
-        positions = for_rows(name, "seqlen_offsets", seqlen_offsets, len(x))[:, None] + torch.arange(x.shape[1])
+        offsets = torch.tensor(for_rows(name, "seqlen_offsets", seqlen_offsets, len(x)), dtype=torch.int64)
+        positions = offsets[:, None] + torch.arange(x.shape[1])
         rotated = rotate(x, cos, sin, positions, interleaved, name)
     else:
         edges = torch.from_numpy(edges_of(name, "cu_seqlens", cu_seqlens, len(x)))
-        begins = edges[:-1] - for_rows(name, "seqlen_offsets", seqlen_offsets, len(edges) - 1)
+        offsets = torch.tensor(for_rows(name, "seqlen_offsets", seqlen_offsets, len(edges) - 1), dtype=torch.int64)
+        begins = edges[:-1] - offsets
         positions = torch.arange(len(x)) - begins.repeat_interleave(edges.diff())
         rotated = rotate(x[None], cos, sin, positions[None], interleaved, name)[0]
     return x.copy_(rotated) if inplace else rotated
@@ -91,7 +93,7 @@ class RotaryEmbedding(torch.nn.Module):
             seqlen_offset: the position of the first token, for all rows or one for each, (B,); max_seqlen is not needed.
         """
         offsets = for_rows("RotaryEmbedding", "seqlen_offset", seqlen_offset, len(qkv))
-        positions = torch.arange(qkv.shape[1] + int(offsets.max()) if len(offsets) else 0, device=qkv.device)
+        positions = torch.arange(qkv.shape[1] + max(offsets) if offsets else 0, device=qkv.device)
         angles = torch.outer(positions.float(), rotary_frequencies(self.dim, self.base, device=qkv.device))
         cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
         qkv = _writable(qkv)
@@ -104,7 +106,7 @@ class RotaryEmbedding(torch.nn.Module):
         else:
             q, k = qkv[:, :, 0], qkv[:, :, 1]  # not unbind: torch writes in place into a single view only
         for part in (q, k):
-            apply_rotary_emb(part, cos, sin, self.interleaved, True, offsets)
+            apply_rotary_emb(part, cos, sin, self.interleaved, True, torch.tensor(offsets, dtype=torch.int64))
         return qkv if kv is None else (qkv, kv)
 
 

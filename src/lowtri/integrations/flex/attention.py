@@ -21,6 +21,7 @@ from lowtri.integrations.flex.masks import check_function, mask_of
 from lowtri.integrations.flex.scores import read_score_mod, tile_function
 from lowtri.masks.formulas import full
 from lowtri.masks.mask import Mask
+from lowtri.masks.tile import check_flag
 from lowtri.ops.arguments import describe
 from lowtri.ops.call import CallOptions
 
@@ -77,6 +78,7 @@ def flex_attention(
 
     Source: Dong et al. 2024, Flex Attention; the documentation of torch.nn.attention.flex_attention.
     """
+    enable_gqa, return_lse = check_flag(_NAME, "enable_gqa", enable_gqa), check_flag(_NAME, "return_lse", return_lse)
     _check(query, key, value, block_mask, enable_gqa)
     if score_mod is not None:
         check_function(_NAME, "score_mod", score_mod)

@@ -10,6 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +28,9 @@ from lowtri.masks.array_masks import table
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.formulas import full
 from lowtri.masks.label_masks import check_row_lengths
-from lowtri.masks.mask import Mask, default_positions
+from lowtri.masks.mask import Mask
 from lowtri.masks.plan import TILE_Q, plan
+from lowtri.masks.positions import default_positions
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import Positions, check_count, within
 
@@ -328,6 +330,10 @@ _ARGUMENTS = {"mask_mod": ("b", "h", "q", "k"), "score_mod": ("score", "b", "h",
 def check_function(name: str, argument: str, function: Any) -> None:
     """Raise unless a mask_mod or score_mod can be called with its arguments."""
     arguments = _ARGUMENTS[argument]
+    if type(function) is FunctionType:  # reading a signature takes as long as a small call of attention
+        code = function.__code__
+        if code.co_argcount == len(arguments) and not code.co_kwonlyargcount:
+            return
     wanted = f"{argument}({', '.join(arguments)})"
     if not callable(function) or isinstance(function, Tensor | Mask | BlockMask):
         fix = f"a function {wanted}"

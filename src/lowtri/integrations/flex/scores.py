@@ -31,7 +31,9 @@ from functools import reduce
 from operator import and_
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.compat.torch_private import mapped_indexing
@@ -73,22 +75,33 @@ def read_score_mod(
     result = trace(score_mod, device, of_score=True)
     if result is None:
         return Scores(in_kernel=False)
-    steps = _Steps(result)
-    captured = [node.content() for node, _ in steps.conditions]
-    if result.kept.get("key") != (shape, captured) or None in captured:
-        masks = [function_mask(node.of_indices, shape, device, node) for node, _ in steps.conditions]
-        visible = [~mask if hides else mask for mask, (_, hides) in zip(masks, steps.conditions, strict=True)]
-        result.kept = {"key": (shape, captured), "mask": reduce(and_, visible) if visible else None}
-    scores = Scores(result.kept["mask"], steps.outer * steps.inner)
+    if "steps" not in result.memo:
+        result.memo["steps"] = _Steps(result)
+    steps: _Steps = result.memo["steps"]
+    scores = Scores(_mask_of(result, steps, shape, device), steps.outer * steps.inner)
     scores.softcap = steps.outer if steps.capped else None
     if not (steps.known and math.isfinite(scores.factor) and 0 < (scores.softcap or 1) < math.inf):
         return Scores(scores.mask, in_kernel=False)
     if steps.terms and (found := _bias_of(steps.terms, shape, device, dtype)) is None:
         return Scores(scores.mask, in_kernel=False)
     scores.bias = found if steps.terms else None
-    # What was recognised is compared with the function at the first and at the last pair of indices.
-    ends = ((0, 0, 0, 0), tuple(max(n - 1, 0) for n in shape))
-    return scores if all(_agrees(scores, score_mod, at, device) for at in ends) else Scores(in_kernel=False)
+    return scores if _agrees(scores, score_mod, shape, device) else Scores(in_kernel=False)
+
+
+def _mask_of(result: Node, steps: _Steps, shape: Shape, device: Any) -> Mask | None:
+    """The pairs that no condition hides; kept as long as what the conditions capture holds what it held."""
+    if not steps.conditions:
+        return None
+    captured = [node.content() for node, _ in steps.conditions]
+    known = result.memo.get("mask")
+    if known is not None and known[0] == (shape, captured) and None not in captured:
+        kept: Mask = known[1]
+        return kept
+    masks = [function_mask(node.of_indices, shape, device, node) for node, _ in steps.conditions]
+    visible = [~mask if hides else mask for mask, (_, hides) in zip(masks, steps.conditions, strict=True)]
+    mask = reduce(and_, visible)
+    result.memo["mask"] = (shape, captured), mask
+    return mask
 
 
 def tile_function(score_mod: Callable[..., Any]) -> Callable[[Tensor, tuple[int, int, int, int]], Tensor]:
@@ -173,24 +186,57 @@ def _is_minus_infinity(x: Any) -> bool:
     return isinstance(x, float) and x == -math.inf
 
 
-def _agrees(recognised: Scores, score_mod: Callable[..., Any], at: Any, device: Any) -> bool:
-    b, h, q, k = at
-    size = 0.0  # of the numbers that cancel where a bias is added
-    scores = torch.tensor(_SAMPLES, dtype=torch.float64, device=device)
-    expected = recognised.factor * scores
+def _agrees(recognised: Scores, score_mod: Callable[..., Any], shape: Shape, device: Any) -> bool:
+    """Whether what was recognised is the function, on sample scores at the first and at the last pair of indices."""
+    ends = [(0, 0, 0, 0), tuple(max(n - 1, 0) for n in shape)]
+    expected, sizes = _expected(recognised, ends)
+    scores = torch.from_numpy(np.array([_SAMPLES, _SAMPLES])).to(device)
+    indices = torch.from_numpy(np.array(ends)).to(device)  # torch.tensor takes four times as long
+    function = tensor_function("score_mod", score_mod)
+    with torch.no_grad():
+        try:  # nearly every function takes many scores and indices; torch.vmap takes ten times as long
+            if _are_near(function(scores.clone(), *indices.T[..., None]), expected, sizes):
+                return True
+        except Exception:  # whatever it is, torch.vmap raises it again unless it gives what single numbers do
+            pass
+        over_scores = torch.vmap(function, in_dims=(0, None, None, None, None))
+        with mapped_indexing():
+            return _are_near(torch.vmap(over_scores)(scores, *indices.T), expected, sizes)
+
+
+Floats = NDArray[np.float64]
+
+
+def _expected(recognised: Scores, pairs: list[tuple[int, ...]]) -> tuple[Floats, Floats]:
+    """What the samples become at each pair (n, samples), and the size of the numbers that cancel where a bias is added (n, 1)."""
+    scaled = recognised.factor * np.array(_SAMPLES)
     if recognised.softcap is not None:
-        expected = recognised.softcap * torch.tanh(expected / recognised.softcap)
-    if (bias := recognised.bias) is not None:
-        bias = bias.along(q - k, 1) if isinstance(bias, DistanceBias) else bias
-        added = bias[tuple(i % n for i, n in zip(at, bias.shape, strict=True))].detach().double()
-        expected, size = expected + added, float(added.abs().nan_to_num(0, 0, 0))
-    if recognised.mask is not None and not recognised.mask.at(b, h)(q, k):
-        expected = torch.full_like(scores, -math.inf)
-    indices = (torch.tensor(i, dtype=torch.int64, device=device) for i in at)
-    mapped = torch.vmap(tensor_function("score_mod", score_mod), in_dims=(0, None, None, None, None))
-    with torch.no_grad(), mapped_indexing():
-        actual = mapped(scores, *indices)
-    return torch.allclose(actual.double(), expected, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
+        scaled = recognised.softcap * np.tanh(scaled / recognised.softcap)
+    expected, sizes = np.empty((len(pairs), len(scaled))), np.zeros((len(pairs), 1))
+    expected[:] = scaled
+    for i, (b, h, q, k) in enumerate(pairs):
+        if recognised.bias is not None:
+            added = _bias_at(recognised.bias, b, h, q, k)
+            expected[i] += added
+            sizes[i] = abs(added) if math.isfinite(added) else 0.0
+        if recognised.mask is not None and not recognised.mask.at(b, h)(q, k):
+            expected[i] = -math.inf
+    return expected, sizes
+
+
+def _bias_at(bias: Tensor | DistanceBias, b: int, h: int, q: int, k: int) -> float:
+    numbers: Tensor = bias.along(q - k, 1) if isinstance(bias, DistanceBias) else bias
+    rows, heads, queries, keys = numbers.shape
+    return float(numbers.detach()[b % rows, h % heads, q % queries, k % keys])
+
+
+def _are_near(actual: Tensor, expected: Floats, size: Floats) -> bool:
+    if actual.shape != expected.shape:
+        return False
+    x = actual.double().numpy(force=True)
+    with np.errstate(invalid="ignore"):  # of infinite numbers
+        near = (x == expected) | (np.abs(x - expected) <= 1e-6 * (size + np.abs(expected)))
+    return bool((near | (np.isnan(x) & np.isnan(expected))).all())
 
 
 # Biases.
@@ -214,22 +260,33 @@ def _bias_of(terms: list[tuple[float, Node]], shape: Shape, device: Any, dtype: 
             return None if table is None else table.to(dtype)
         indices[2:] = [range(1 - nk, nq), range(1)]  # of the distances
 
-    def value(*indices: Tensor) -> Tensor:
-        values = [
-            node.of_indices(*indices) * factor if factor != 1 else node.of_indices(*indices) for factor, node in terms
-        ]
-        return sum(values[1:], values[0])
+    ranges = [torch.arange(each.start, each.stop, device=device) for each in indices]
+    values = [_at_all(node, ranges) for _, node in terms]  # with gradients of captured tensors
+    values = [x if factor == 1 else x * factor for x, (factor, _) in zip(values, terms, strict=True)]
+    numbers = sum(values[1:], values[0]).expand([len(each) for each in indices]).to(dtype)
+    return distance_bias(numbers[..., 0], 1 - nk) if {"q", "k"} <= reads else numbers
 
-    mapped: Callable[..., Tensor] = value
+
+def _at_all(node: Node, ranges: list[Tensor]) -> Tensor:
+    """The values of a node at all indices of the ranges, (B|1, H|1, Nq|1, Nk|1)."""
+    if (found := node.of_ranges(*ranges)) is not None:
+        return found
+    mapped: Callable[..., Tensor] = node.of_indices
     for axis in (3, 2, 1, 0):
         mapped = torch.vmap(mapped, in_dims=tuple(0 if i == axis else None for i in range(4)))
-    with mapped_indexing():  # with gradients of captured tensors
-        numbers = mapped(*(torch.tensor(list(each), device=device) for each in indices)).to(dtype)
-    return distance_bias(numbers[..., 0], 1 - nk) if {"q", "k"} <= reads else numbers
+    with mapped_indexing():
+        return mapped(*ranges)
 
 
 def _growth(result: Node) -> int | None:
     """By how much the value of a node grows if q and k both grow by one; None if that is not known or not a constant."""
+    if "growth" not in result.memo:
+        result.memo["growth"] = _found_growth(result)
+    known: int | None = result.memo["growth"]
+    return known
+
+
+def _found_growth(result: Node) -> int | None:
     steps: dict[Any, int | None] = {}
     for node in result.needed():
         inputs = [steps[x] for x in nodes_in(node.args)]

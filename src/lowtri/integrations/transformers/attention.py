@@ -7,8 +7,7 @@ the operator does not support run after a graph break under torch.compile, and r
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,15 +23,13 @@ from lowtri.integrations.transformers.packing import TOLD, documents_in_graph, d
 from lowtri.integrations.transformers.sharded import attend_sharded
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
-
-_log = logging.getLogger("lowtri.integrations.transformers")
-_warned: set[str] = set()
+from lowtri.ops.call import CallOptions
 
 # Arguments of some models that lowtri's attention does not support; None is accepted.
 _UNSUPPORTED = ("head_mask", "layer_head_mask", "alibi", "alibi_slopes", "attn_bias")
 # What continuous batching passes on to the layers, where its keys lie: in the cache itself, or (since transformers 5.24) in these.
 _PAGED = ("read_index", "write_index", "block_table", "k_cache", "v_cache")
-# Those that mean something, beside what every layer is passed.
+# Further arguments that change the result; what every layer is passed besides is ignored.
 _OTHERS = {
     "sinks",
     "position_bias",
@@ -45,6 +42,28 @@ _OTHERS = {
     *TOLD,
 }
 _NO_OPERATOR = "dropout, weights, chosen keys, or a mask that was made outside of the program"
+
+
+class _Options(NamedTuple):
+    """The arguments of :func:`attend` besides tensors and the mask, and those that few models pass."""
+
+    dropout: float
+    scaling: float | None
+    is_causal: bool | None
+    softcap: float | None
+    s_aux: Tensor | None
+    engine: str
+    sinks: Tensor | None = None  # (B, Hq, Nq, 1), one for each query
+    position_bias: Tensor | None = (
+        None  # added to the scores, broadcasts against (B, Hq, Nq, Nk); may require a gradient
+    )
+    indices: Tensor | None = None  # (B, Nq, n), the keys that an indexer chose
+    block_indices: Tensor | None = None  # the same in blocks of the module's size
+    cache: Any = None
+    output_attentions: bool | None = None  # whether to return the weights
+
+
+_OF_FEW_MODELS = tuple(_Options._field_defaults)
 
 
 def attend(
@@ -69,7 +88,7 @@ def attend(
         attention_mask: what :func:`~lowtri.integrations.transformers.masks.make_mask` made, a table by hand, or None.
         dropout, scaling, softcap: as of :func:`lowtri.attention`.
         s_aux: (Hq,), a sink for each head.
-        others: what few models pass, see :func:`_attend_with`.
+        others: what few models pass, see :class:`_Options`.
 
     Returns:
         output (B, Nq, Hq, Dv), contiguous; weights (B, Hq, Nq, Nk), or None.
@@ -78,16 +97,47 @@ def attend(
         CallError: for an argument that is not supported, none is ignored; while torch.export traces, for what an exported program
             cannot contain.
     """
-    (rows, _, nq, _), (key_rows, _, nk, _) = query.shape, key.shape
+    rows, nq = query.shape[0], query.shape[2]
+    key_rows, nk = key.shape[0], key.shape[2]
     has_others = attention_mask is not None or dropout or not _OTHERS.isdisjoint(others) or collects_attentions()
     if has_others or rows < key_rows or 1 < nq != nk:
-        given: dict[str, Any] = {"softcap": softcap, "s_aux": s_aux, "engine": engine, **others}
-        return _attend_with(module, query, key, value, attention_mask, dropout, scaling, is_causal, **given)
+        of_few = {name: others.pop(name) for name in _OF_FEW_MODELS if name in others}
+        options = _Options(dropout, scaling, is_causal, softcap, s_aux, engine, **of_few)
+        if type(attention_mask) is LazyMaskTensor and attention_mask.lazy.cache is not None:
+            return _attend_in_cache(module, query, key, attention_mask.lazy, options, others)
+        return _attend_with(module, query, key, value, attention_mask, options, others)
     # Each layer of each token runs this, so it has no further step. Without a mask, a layer is causal as under transformers' sdpa.
     is_causal_layer = nq > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     mask = "causal" if is_causal_layer else "full"
     sinks = None if s_aux is None else s_aux.reshape(-1)
     output = attention(query, key, value, mask, scale=scaling, softcap=softcap, sinks=sinks, engine=engine)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_in_cache(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    lazy: LazyMask,
+    options: _Options,
+    others: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """:func:`attend` over an EvictingCache, which has returned the keys."""
+    all_others = {**options._asdict(), **others}
+    names = ("position_bias", "sinks", "indices", "block_indices", "output_attentions", *_UNSUPPORTED)
+    given = [name for name in names if all_others.get(name) is not None and all_others[name] is not False]
+    if options.dropout:
+        given.append("dropout")
+    if collects_attentions():
+        given.append("attention weights")
+    if given:
+        raise CallError(
+            f"EvictingCache: got {given[0]} in {type(module).__name__}, which it does not compute.\n"
+            "Fix: model.eval() and output_attentions=False, or transformers.DynamicCache for this model."
+        )
+    sinks = None if options.s_aux is None else options.s_aux.reshape(-1)
+    call_options = CallOptions(options.scaling, options.softcap, sinks=sinks, engine=options.engine)
+    output: Tensor = lazy.cache.attend(module, lazy, query, key, call_options)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -97,66 +147,63 @@ def _attend_with(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    sinks: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    cache: Any = None,
-    output_attentions: bool | None = None,
-    engine: str = "auto",
-    **others: Any,
+    options: _Options,
+    others: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`attend` with a mask, or with arguments that few models pass.
-
-    Args:
-        sinks: (B, Hq, Nq, 1), one for each query.
-        position_bias: added to the scores, broadcasting against (B, Hq, Nq, Nk); may require a gradient.
-        indices: (B, Nq, n), the keys that an indexer chose.  block_indices: the same in blocks of the module's size.
-        output_attentions: whether to return the weights.
-    """
-    _reject_unsupported(cache, others)
-    weighted = collects_attentions() if output_attentions is None else bool(output_attentions)
-    traced, chosen = torch.compiler.is_compiling(), indices is not None or block_indices is not None
-    if traced and (dropout or chosen or weighted or isinstance(attention_mask, LazyMaskTensor)):
+    """:func:`attend` with a mask, or with arguments that few models pass."""
+    _reject_unsupported(options.cache, others)
+    if options.output_attentions is None:
+        weighted = collects_attentions()
+    else:
+        weighted = bool(options.output_attentions)
+    chosen = options.indices is not None or options.block_indices is not None
+    traced = torch.compiler.is_compiling()
+    if traced and (options.dropout or chosen or weighted or isinstance(attention_mask, LazyMaskTensor)):
         if not torch.compiler.is_dynamo_compiling():
             raise CallError(
                 f"transformers: lowtri's attention with {_NO_OPERATOR} cannot be an operator of an exported program.\n"
                 'Fix: model.eval() and output_attentions=False; or attn_implementation="sdpa" for the export.'
             )
-        return _outside_graph(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux, sinks,
-            position_bias, indices, block_indices, cache, output_attentions, engine, **others,
-        )  # fmt: skip
+        return _outside_graph(module, query, key, value, attention_mask, options, others)
     if query.shape[0] < key.shape[0]:  # learned queries, one set for the whole batch
         query = query.expand(key.shape[0], *query.shape[1:])
-    nq, nk = query.shape[-2], key.shape[-2]
+    nq = query.shape[-2]
+    nk = key.shape[-2]
     _check_rows_and_heads(attention_mask, query)
-    s_aux = None if s_aux is None else s_aux.reshape(-1)
+    s_aux = None if options.s_aux is None else options.s_aux.reshape(-1)
     # A layer without a mask is causal from the top left, as under transformers' sdpa.
-    causal_layer = nq > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    is_causal = getattr(module, "is_causal", True) if options.is_causal is None else options.is_causal
+    causal_layer = nq > 1 and bool(is_causal)
     mask: Mask | str
     bias: Tensor | None = None
+    position_bias = options.position_bias
     positions: dict[str, Any] = {}
     if not traced:
         lazy, bias = _lazy_mask(attention_mask, causal_layer, query, nk)
         lazy = documents_of_layer(lazy, others)
         if lazy.context is not None:
-            rejected = {"dropout": dropout or None, "position_bias": position_bias, "sinks of single queries": sinks}
-            rejected |= {"indices": indices, "block_indices": block_indices, "output_attentions": weighted or None}
-            return attend_sharded(lazy, (query, key, value), scaling, softcap, s_aux, engine, rejected), None
+            rejected = {
+                "dropout": options.dropout or None,
+                "position_bias": position_bias,
+                "sinks of single queries": options.sinks,
+                "indices": options.indices,
+                "block_indices": options.block_indices,
+                "output_attentions": weighted or None,
+            }
+            shared = {"scale": options.scaling, "softcap": options.softcap, "sinks": s_aux, "engine": options.engine}
+            return attend_sharded(lazy, (query, key, value), shared, rejected), None
         if chosen:
-            lazy = _chosen_keys(module, lazy, indices, block_indices, query, nk, others.get("position_ids"))
+            lazy = _chosen_keys(module, lazy, options, query, nk, others.get("position_ids"))
         if not weighted and lazy.trimmed is not lazy:
-            cut = slice(lazy.trimmed.k0 - lazy.k0, lazy.trimmed.k0 - lazy.k0 + lazy.trimmed.nk)
-            key, value = key[..., cut, :], value[..., cut, :]
-            bias, position_bias = (x if x is None or x.shape[-1] == 1 else x[..., cut] for x in (bias, position_bias))
+            first = lazy.trimmed.k0 - lazy.k0
+            cut = slice(first, first + lazy.trimmed.nk)
+            key = key[..., cut, :]
+            value = value[..., cut, :]
+            bias = _cut_bias(bias, cut)
+            position_bias = _cut_bias(position_bias, cut)
             lazy = lazy.trimmed
-        mask, positions = lazy.mask, lazy.positions
+        mask = lazy.mask
+        positions = lazy.positions
     elif (packed := documents_in_graph(others, query.shape[0], nq)) is not None:
         table = _joined_in_graph(packed, attention_mask, causal_layer, nk)
         mask, bias, positions = read_table(table, nq, nk, query.dtype)
@@ -167,29 +214,25 @@ def _attend_with(
         positions = top_left_positions(nq, nk, query.device)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    if dropout:
-        _warn_once(
-            "dropout: the kernels do not drop weights, so training with dropout runs on torch's attention or the formula."
-        )
     result: Any = attention(
         query,
         key,
         value,
         mask,
-        scale=scaling,
-        softcap=softcap,
+        scale=options.scaling,
+        softcap=options.softcap,
         bias=bias,
         sinks=s_aux,
-        dropout=dropout,
+        dropout=options.dropout,
         return_weights=weighted,
-        return_lse=sinks is not None,
-        engine=engine,
+        return_lse=options.sinks is not None,
+        engine=options.engine,
         **positions,
     )
-    output, *rest = result if weighted or sinks is not None else (result,)
+    output, *rest = result if weighted or options.sinks is not None else (result,)
     weights = rest[0] if weighted else None
-    if sinks is not None:  # of single queries: applied afterwards, with the log-sum-exp
-        share = torch.sigmoid(rest[-1][..., None] - sinks.to(rest[-1].dtype))  # (B, Hq, Nq, 1)
+    if options.sinks is not None:  # of single queries: applied afterwards, with the log-sum-exp
+        share = torch.sigmoid(rest[-1][..., None] - options.sinks.to(rest[-1].dtype))  # (B, Hq, Nq, 1)
         output = (output * share).to(output.dtype)
         weights = None if weights is None else (weights * share).to(weights.dtype)
     return output.transpose(1, 2).contiguous(), weights
@@ -198,6 +241,11 @@ def _attend_with(
 _outside_graph = outside_graph(
     _attend_with, f"lowtri's attention of a transformers model with {_NO_OPERATOR} runs outside of the program"
 )
+
+
+def _cut_bias(bias: Tensor | None, keys: slice) -> Tensor | None:
+    """The bias of some keys; one number for all keys stays."""
+    return bias if bias is None or bias.shape[-1] == 1 else bias[..., keys]
 
 
 def _check_rows_and_heads(mask: Tensor | None, query: Tensor) -> None:
@@ -237,21 +285,22 @@ def _lazy_mask(mask: Tensor | None, causal_layer: bool, query: Tensor, nk: int) 
     return read_dense_mask(mask, nq, nk, query.dtype)
 
 
-def _chosen_keys(
-    module: Any, lazy: LazyMask, indices: Any, block_indices: Any, query: Tensor, nk: int, position_ids: Any
-) -> LazyMask:
+def _chosen_keys(module: Any, lazy: LazyMask, options: _Options, query: Tensor, nk: int, position_ids: Any) -> LazyMask:
     """The keys of a mask that an indexer chose, query by query: a table, for the few models that do so."""
-    rows, nq, device = query.shape[0], query.shape[-2], query.device
+    rows = query.shape[0]
+    nq = query.shape[-2]
+    device = query.device
     visible = torch.from_numpy(lazy.table().copy()).to(device)  # (B|1, Hq|1, Nq, Nk)
-    if block_indices is not None:
+    if options.block_indices is not None:
         positions = torch.arange(nk - nq, nk, device=device) if position_ids is None else position_ids
         positions = (positions if positions.ndim > 1 else positions[None]).expand(rows, -1)
-        visible = module.indexer.build_block_mask(block_indices, visible, nk, query.dtype, device, positions)
+        visible = module.indexer.build_block_mask(options.block_indices, visible, nk, query.dtype, device, positions)
         lazy, _ = read_dense_mask(visible, nq, nk, query.dtype)
         visible = torch.from_numpy(lazy.table().copy()).to(device)
-    if indices is not None:
+    if options.indices is not None:
         chosen = torch.zeros((rows, nq, nk + 1), dtype=torch.bool, device=device)
-        chosen = chosen.scatter(-1, torch.where(indices < 0, nk, indices).long(), True)[:, None, :, :nk]
+        key_or_none = torch.where(options.indices < 0, nk, options.indices).long()
+        chosen = chosen.scatter(-1, key_or_none, True)[:, None, :, :nk]
         lazy, _ = read_dense_mask(chosen & visible, nq, nk, query.dtype)
     return lazy
 
@@ -270,9 +319,3 @@ def _reject_unsupported(cache: Any, others: dict[str, Any]) -> None:
                 f"transformers: the model passes {name}, and lowtri would have to leave it out.\n"
                 'Fix: attn_implementation="eager" for this model.'
             )
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        _log.warning(message)

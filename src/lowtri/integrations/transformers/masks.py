@@ -26,14 +26,14 @@ from lowtri.errors import CallError, MaskError
 from lowtri.integrations.dense_mask import LazyMask, join
 from lowtri.integrations.function_mask import FunctionMask, trace
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
-from lowtri.integrations.transformers.packing import within_documents
+from lowtri.integrations.transformers.packing import Packing
 from lowtri.integrations.transformers.sharded import mask_of_plan
 from lowtri.integrations.transformers.user_masks import check_cache, current_forward
 from lowtri.masks.array_masks import Keys
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.formulas import Band, band, causal, full
-from lowtri.masks.label_masks import Documents, RangeMinMax, chunks
-from lowtri.masks.mask import Mask
+from lowtri.masks.label_masks import Documents, InDocuments, RangeMinMax, chunks
+from lowtri.masks.mask import And, Mask
 from lowtri.masks.tile import EMPTY, POSITION_MAX, Positions
 
 # Models that write values of their own next to an additive mask: they get the additive mask that eager gets.
@@ -85,27 +85,24 @@ def make_mask(
         if not numbers and function is causal_mask_function and attention_mask is None and _can_omit_mask(*sizes):
             return None
         return make(batch_size, *sizes, function, attention_mask, use_vmap=use_vmap, device=device)
-    q0, k0 = int(q_offset), int(kv_offset)
+    q0 = int(q_offset)
+    k0 = int(kv_offset)
     may_omit = forward is None and q_length == 1 and bool(options.get("allow_is_causal_skip"))
     if may_omit and _can_omit_mask(1, kv_length, q0, k0):
         no_padding = attention_mask is None or (attention_mask.shape[-1] > q0 and bool(attention_mask.all()))
         if no_padding and (mask_function is None or _is_known(mask_function, "causal_mask_function")):
             return None  # the newest token sees every key
-    pattern, context = None, None if forward is None else forward.context
-    packing, places = None, None
+    pattern = None
+    context = None if forward is None else forward.context
+    packing = None
     if forward is not None:
-        forward.made_mask, pattern = True, forward.mask
-        end = max(q0 + q_length, k0 + kv_length) + 1
+        forward.made_mask = True
+        pattern = forward.mask
         packing = (
             None if forward.crosses and _is_known(mask_function, "bidirectional_mask_function") else forward.packing
         )
-        places = None if packing is None else packing.places(end)
-        if pattern is not None and context is None:
-            if places is not None:
-                pattern = _at_places(pattern, places)
-            else:
-                pattern = _from_first_tokens(pattern, attention_mask, end)
-            pattern = within_documents(pattern, packing)
+        if pattern is not None and context is None and forward.cache is None:
+            pattern = _from_first_tokens(pattern, attention_mask) if packing is None else packing.within_each(pattern)
             pattern = check_cache(pattern, q0, q_length, k0, kv_length, forward.cache_argument)
             if forward.in_generate_without_cache:
                 with suppress(MaskError):  # a table may end here
@@ -113,17 +110,22 @@ def make_mask(
     if mask_function is None:
         mask = causal() if pattern is None else pattern
     else:
-        reading = Reading(batch_size, use_vmap, str(device), pattern, forward is not None and context is None, places)
+        reading = Reading(batch_size, use_vmap, str(device), pattern, forward is not None and context is None, packing)
         mask = _mask_of(mask_function, reading)
-    mask = within_documents(mask, packing)
+    if packing is not None and not _is_within(mask, packing.mask):
+        mask = join(mask, packing.mask)
     if context is not None:
         mask = mask_of_plan(mask, context.plan)
-    elif attention_mask is not None:
+    elif attention_mask is not None and (
+        forward is None or forward.cache is None
+    ):  # which has positions without padding
         mask = join(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
     remake = partial(make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask)
     remake = partial(remake, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
-    lazy = LazyMask(mask, q0, q_length, k0, kv_length, remake, context, packed=forward is not None)
-    return LazyMaskTensor(lazy, (batch_size, (*mask.batch, 1, 1)[1], q_length, kv_length), device)
+    cache = None if forward is None else forward.cache
+    lazy = LazyMask(mask, q0, q_length, k0, kv_length, remake, context, packed=forward is not None, cache=cache)
+    heads = mask.batch[1] if len(mask.batch) > 1 else 1
+    return LazyMaskTensor(lazy, (batch_size, heads, q_length, kv_length), device)
 
 
 def _can_omit_mask(q_length: Any, kv_length: Any, q_offset: Any, kv_offset: Any) -> bool:
@@ -167,16 +169,20 @@ class Reading:
     use_vmap: bool = False
     device: str = "cpu"
     pattern: Mask | None = None
-    # Whether the documents are known, so that those which transformers found in the positions do not count; and the places in them
-    # at which chunks and functions of the model's own are evaluated.
+    # Whether the documents are known, so that those which transformers found in the positions do not count; and those from whose
+    # starts chunks and functions of the model's own count.
     knows_documents: bool = False
-    places: FrozenArray | None = None
+    packing: Packing | None = None
+
+    def within_each(self, mask: Mask) -> Mask:
+        """The mask within each document, at positions that count from its start."""
+        return mask if self.packing is None else self.packing.within_each(mask)
 
 
 def _mask_of(fn: Callable[..., Any], reading: Reading) -> Mask:
     name = _known().get(getattr(fn, "__code__", None))
     if name is None:
-        return _at_places(_evaluated_mask(fn, reading.rows, reading.device, reading.use_vmap), reading.places)
+        return reading.within_each(_evaluated_mask(fn, reading.rows, reading.device, reading.use_vmap))
     if reading.pattern is not None and name in _PATTERNS:
         return reading.pattern
     if reading.knows_documents and name == "packed_sequence_mask_function":
@@ -184,19 +190,12 @@ def _mask_of(fn: Callable[..., Any], reading: Reading) -> Mask:
     if reading.knows_documents and name == "remap_positions_for_packed_sequence":
         return _mask_of(_closed_over(fn)["mask_function"], reading)
     mask = _read(name, fn, reading.rows, lambda part: _mask_of(part, reading))
-    return _at_places(mask, reading.places) if name == "chunked_overlay" else mask
+    return reading.within_each(mask) if name == "chunked_overlay" else mask
 
 
 def _is_known(fn: Any, name: str) -> bool:
     """Whether a mask function is the one of transformers that has this name."""
     return _known().get(getattr(fn, "__code__", None)) == name
-
-
-def _at_places(mask: Mask, places: FrozenArray | None) -> Mask:
-    """A mask at positions that count from the start of each document; the mask itself where it compares distances only."""
-    if places is None or isinstance(mask, Band) or mask == full():
-        return mask
-    return RemappedMask(mask, places)
 
 
 def _evaluated_mask(fn: Callable[..., Any], rows: int, device: str, use_vmap: bool) -> Mask:
@@ -255,7 +254,7 @@ def _remapped(inner: Mask, positions: Tensor) -> Mask:
 
 
 # The functions of transformers: from the variables that each closes over to its mask. ``read`` gives the mask of a function.
-_READERS: dict[str, Callable[[dict[str, Any], int, Callable[[Any], Mask]], Mask]] = {
+_KNOWN_MASK_FUNCTIONS: dict[str, Callable[[dict[str, Any], int, Callable[[Any], Mask]], Mask]] = {
     "causal_mask_function": lambda c, rows, read: causal(),
     "bidirectional_mask_function": lambda c, rows, read: full(),
     "sliding_window_overlay": lambda c, rows, read: _sliding(int(c["sliding_window"]) - 1, POSITION_MAX),
@@ -273,11 +272,11 @@ _READERS: dict[str, Callable[[dict[str, Any], int, Callable[[Any], Mask]], Mask]
     ),
 }
 # What a model's pattern is made of. An overlay joined by "or" shows more than the pattern (the tokens of an image one another).
-_PATTERNS = (*list(_READERS)[:5], "or_masks")
+_PATTERNS = (*list(_KNOWN_MASK_FUNCTIONS)[:5], "or_masks")
 
 
 def _read(name: str, fn: Callable[..., Any], rows: int, read: Callable[[Any], Mask]) -> Mask:
-    return _READERS[name](_closed_over(fn), rows, read)
+    return _KNOWN_MASK_FUNCTIONS[name](_closed_over(fn), rows, read)
 
 
 def _closed_over(fn: Callable[..., Any]) -> dict[str, Any]:
@@ -302,7 +301,7 @@ def _known() -> dict[Any, str]:
         **dict.fromkeys(("and_masks", "or_masks"), two),
         "remap_positions_for_packed_sequence": (two[0], positions),
     }
-    examples = {name: known_mask_function(name, *arguments.get(name, ())) for name in _READERS}
+    examples = {name: known_mask_function(name, *arguments.get(name, ())) for name in _KNOWN_MASK_FUNCTIONS}
     return {fn.__code__: name for name, fn in examples.items() if fn is not None and _agree(fn, name)}
 
 
@@ -340,7 +339,8 @@ class RemappedMask(Mask):
 
     def _at(self, b: int, h: int) -> Mask:
         positions = np.atleast_2d(self.positions.array)
-        return RemappedMask(self.inner.at(b % (*self.inner.batch, 1)[0], h), FrozenArray(positions[b % len(positions)]))
+        inner_rows = self.inner.batch[0] if self.inner.batch else 1
+        return RemappedMask(self.inner.at(b % inner_rows, h), FrozenArray(positions[b % len(positions)]))
 
     def __repr__(self) -> str:
         return f"moved({self.inner!r}, {self.positions})"
@@ -366,14 +366,25 @@ class ShiftedMask(Mask):
         return f"shifted({self.inner!r}, {list(self.by)})"
 
 
-def _from_first_tokens(mask: Mask, valid: Tensor | None, length: int) -> Mask:
-    """A mask at positions that count from the first token of each row.
+def without_shift(mask: Mask) -> Mask:
+    """A mask at positions that count from the first token of each row already."""
+    return mask.inner if isinstance(mask, ShiftedMask) else mask
+
+
+def _is_within(mask: Mask, documents: Mask) -> bool:
+    """Whether a mask shows no pair across these documents, as its parts say."""
+    if isinstance(mask, And):
+        return _is_within(mask.left, documents) or _is_within(mask.right, documents)
+    return mask == documents or (isinstance(mask, InDocuments) and mask.documents == documents)
+
+
+def _from_first_tokens(mask: Mask, valid: Tensor | None) -> Mask:
+    """A mask at positions that count from the first token of each row: the document after its pads.
 
     Args:
         valid: (B, N) bools, True = a token, False = padding; None without padding.
-        length: of the longest row, past tokens included.
     """
     if valid is None or isinstance(mask, Band) or mask == full():  # which compare distances only
         return mask
-    pads = valid.to("cpu", torch.uint8).numpy().argmax(-1)[:, None]  # (B, 1) in front of the first token
-    return RemappedMask(mask, FrozenArray(np.maximum(np.arange(length) - pads, 0))) if pads.any() else mask
+    tokens = np.maximum.accumulate(valid.to("cpu", torch.uint8).numpy(), axis=1)
+    return mask if tokens[:, 0].all() else InDocuments(Documents(_rows_of(tokens)), mask)

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import LazyMask, join
 from lowtri.integrations.transformers.lazy import LazyMaskTensor
 from lowtri.masks.arrays import FrozenArray
-from lowtri.masks.label_masks import Documents, documents
+from lowtri.masks.formulas import Band, full
+from lowtri.masks.label_masks import Documents, InDocuments, PackedDocuments
 from lowtri.masks.mask import Mask
 
 STARTS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -52,21 +53,18 @@ class Packing:
         return bool((self.starts == self.starts[:1]).all())
 
     @cached_property
-    def mask(self) -> Mask:
+    def mask(self) -> PackedDocuments | Documents:
         """Each token sees its own document; tokens past the end continue the last one."""
         if self.same_rows:
             bounds = [0, *np.flatnonzero(self.starts[0, 1:]) + 1, self.starts.shape[1]]
-            return documents(lengths=np.diff(bounds), open_end=True)
+            return PackedDocuments(tuple(np.diff(bounds).tolist()), open_end=True)
         return Documents(FrozenArray(np.cumsum(self.starts, axis=1)))
 
-    def places(self, length: int) -> FrozenArray:
-        """The positions 0 .. length, counted from the start of each document: (N,), or (B, N) where rows differ."""
-        starts = self.starts[:1] if self.same_rows else self.starts
-        starts = np.pad(starts[:, :length], ((0, 0), (0, max(0, length - starts.shape[1]))))
-        position = np.arange(length)
-        begin = np.maximum.accumulate(np.where(starts, position, 0), axis=1)
-        places = position - begin
-        return FrozenArray(places[0] if self.same_rows else places)
+    def within_each(self, mask: Mask) -> Mask:
+        """The mask within each document, at positions that count from its start."""
+        if isinstance(mask, Band) or mask == full():  # which compare distances only
+            return join(mask, self.mask)
+        return InDocuments(self.mask, mask)
 
 
 def read_packing(
@@ -109,10 +107,9 @@ def read_packing(
             )
         found = told
     elif found is None and jump is not None and looks_for_jumps():
-        row, token, before, after = jump
         warnings.warn(
-            f"transformers: position_ids go from {before} to {after} at token {token} of row {row}. This is read as one document, "
-            "since they do not begin anew at 0; transformers' own attention would read two.\n"
+            f"transformers: position_ids go from {jump.before} to {jump.after} at token {jump.token} of row {jump.row}. "
+            "This is read as one document, since they do not begin anew at 0; transformers' own attention would read two.\n"
             'Fix: cu_seq_lens_q= and cu_seq_lens_k= for documents, attention_mask="causal" for one.',
             stacklevel=2,
         )
@@ -255,7 +252,13 @@ def _changes(name: str, ids: NDArray[Any], rows: int, n: int) -> NDArray[np.bool
     return np.broadcast_to(starts, (rows or len(starts), n))
 
 
-Jump = tuple[int, int, int, int]  # the row and the token of a jump, the position before and there
+class Jump(NamedTuple):
+    """Where positions do not count on."""
+
+    row: int
+    token: int
+    before: int  # the position before
+    after: int  # the position there
 
 
 def _begun_anew(
@@ -268,12 +271,15 @@ def _begun_anew(
     positions = np.asarray(given.cpu())
     if positions.ndim == 3:  # several axes: (text, time, height, width), or three, of which text moves all
         axes = positions[:1] if len(positions) == 4 else positions
-        begins, positions = np.isin(axes, list(firsts())).all(0), axes[0]
+        begins = np.isin(axes, list(firsts())).all(0)
+        positions = axes[0]
         in_images = len(axes) > 1
     else:
         positions = np.atleast_2d(positions)
-        begins, in_images = np.isin(positions, list(firsts())), False
-    positions, begins = (np.broadcast_to(x, (rows, n)) for x in (positions, begins))
+        begins = np.isin(positions, list(firsts()))
+        in_images = False
+    positions = np.broadcast_to(positions, (rows, n))
+    begins = np.broadcast_to(begins, (rows, n))
     real = _real(named.get("attention_mask"), rows, n)
     starts = begins & real & (np.cumsum(real, axis=1) > 1)
     jumps = np.zeros((rows, n), np.bool_)
@@ -282,7 +288,7 @@ def _begun_anew(
     jump: Jump | None = None
     if jumps.any() and not in_images:
         row, token = np.argwhere(jumps)[0].tolist()
-        jump = (row, token, int(positions[row, token - 1]), int(positions[row, token]))
+        jump = Jump(row, token, int(positions[row, token - 1]), int(positions[row, token]))
     if not starts.any():
         return None, jump
     starts[:, 0] = True
@@ -311,8 +317,3 @@ def _continued(packing: Packing, length: int, rows: int, n: int) -> Packing:
     more = np.zeros((1, max(0, length - kept.shape[1]) + n), np.bool_)
     starts = np.concatenate([kept, more], axis=1)
     return Packing(np.broadcast_to(starts, (rows, starts.shape[1])), packing.told_by)
-
-
-def within_documents(mask: Mask, packing: Packing | None) -> Mask:
-    """The mask within each document."""
-    return mask if packing is None else join(mask, packing.mask)

@@ -70,7 +70,8 @@ def shard_arguments(
     arguments = {**dict(zip(_parameters(forward), args, strict=False)), **kwargs}
     if mask is not None:
         context.plan.index(mask)
-    result, rows = dict(arguments), 0
+    result = dict(arguments)
+    rows = 0
     for name in ("input_ids", "inputs_embeds", "position_ids", "shift_labels"):
         if arguments.get(name) is not None:
             result[name] = _own(context, name, arguments[name])
@@ -93,7 +94,8 @@ def shard_arguments(
                 f"context_parallel: got {name}, but the last tokens of a process are not those of the sequence.\n"
                 "Fix: all logits, which are those of the tokens at context.positions; take from them what you need."
             )
-    valid, device = arguments.get("attention_mask"), model.device
+    valid = arguments.get("attention_mask")
+    device = model.device
     if isinstance(valid, Tensor) and (valid.ndim != 2 or not bool((valid == 1).all())):
         raise CallError(
             f"context_parallel: attention_mask {tuple(valid.shape)} hides keys, which the plan must know.\n"
@@ -107,7 +109,8 @@ def shard_arguments(
     if result.get("position_ids") is None:
         result["position_ids"] = torch.from_numpy(context.positions).to(device)[None]  # (1, my tokens)
     elif mask is None:
-        given, own = result["position_ids"].cpu(), torch.from_numpy(context.positions)
+        given = result["position_ids"].cpu()
+        own = torch.from_numpy(context.positions)
         if ((given - given[:, :1]) != own - own[0]).any():
             raise CallError(
                 "context_parallel: position_ids jump, which transformers reads as beginnings of documents; the plan must know them.\n"
@@ -124,7 +127,8 @@ def _targets(model: Any, context: ContextParallel, arguments: dict[str, Any]) ->
     """The arguments of the loss: the target of a token may lie on another process, so targets are shifted before they are split."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    labels, n = arguments["labels"], context.plan.n
+    labels = arguments["labels"]
+    n = context.plan.n
     if not isinstance(labels, Tensor):
         raise CallError(f"context_parallel: labels are {type(labels).__name__}. Fix: a tensor (B, {n}).")
     if model.loss_function is not ForCausalLMLoss or not _passes_options(type(model).forward):
@@ -151,7 +155,8 @@ def _targets(model: Any, context: ContextParallel, arguments: dict[str, Any]) ->
 
 def _own(context: ContextParallel, name: str, x: Any) -> Tensor:
     """This process's tokens of a tensor (B, N, ...) or (B, my tokens, ...)."""
-    n, tokens = context.plan.n, len(context.positions)
+    n = context.plan.n
+    tokens = len(context.positions)
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] not in (n, tokens):
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise CallError(
@@ -184,13 +189,10 @@ def mask_of_plan(mask: Mask, plan: ShardPlan) -> Mask:
 def attend_sharded(
     lazy: LazyMask,
     tensors: tuple[Tensor, Tensor, Tensor],
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    engine: str,
+    options: dict[str, Any],
     rejected: dict[str, Any],
 ) -> Tensor:
-    """The attention of a layer over the whole sequence, (B, my tokens, Hq, Dv).
+    """The attention of a layer over the whole sequence, (B, my tokens, Hq, Dv), with these options of :func:`lowtri.attention`.
 
     Raises:
         CallError: for what needs a whole row of weights or a table of all pairs: the entries of ``rejected`` that are not None.
@@ -201,7 +203,6 @@ def attend_sharded(
                 f"context_parallel: the model passes {name}, but no process has all pairs of the sequence.\n"
                 "Fix: attention_dropout=0 and no output_attentions in the model's config; else no context_parallel."
             )
-    options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "engine": engine}
     output: Tensor = lazy.context.attention(*tensors, lazy.mask, **options)
     return output.transpose(1, 2).contiguous()
 

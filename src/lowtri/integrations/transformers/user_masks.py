@@ -77,18 +77,19 @@ class Forward:
     outer: Forward | None  # the forward that contains this one
     packing: Packing | None = None
     named: dict[str, Any] = field(default_factory=dict)  # the arguments, by name
+    cache: Any = None  # an EvictingCache
     made_mask: bool = False
 
     @property
     def own(self) -> bool:
         """Whether it is the model's own, with nothing set."""
-        return self.mask is None and self.context is None and self.packing is None
+        return self.mask is None and self.context is None and self.packing is None and self.cache is None
 
     @property
     def required(self) -> bool:
         """Whether it is wrong without a mask that is made for it. Under a table of all pairs, the layers read the documents; and
         without a cache and padding, transformers finds those of the positions by itself."""
-        if self.mask is not None or self.context is not None:
+        if self.mask is not None or self.context is not None or self.cache is not None:
             return True
         given = self.named.get("attention_mask")
         if self.packing is None or is_table(given):
@@ -166,7 +167,7 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
     checked = None if mask is None else as_mask(mask, "use: mask")
     inner = unwrapped(model)
     if checked is not None or context_parallel is not None:
-        _check_switched(inner, "use")
+        check_switched(inner, "use")
     if context_parallel is not None:
         check_sharded(inner, context_parallel, checked)
     add_hooks(inner)
@@ -208,6 +209,7 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     setting = model.lowtri_setting
     own = setting.mask is None and setting.context is None
     own = own and not isinstance(kwargs.get("attention_mask"), _MASKS) and not (args and _has_mask(args))
+    own = own and _evicting_cache(kwargs) is None
     if own and torch.compiler.is_compiling():
         _check_traced_positions(model, kwargs)
         return None
@@ -217,6 +219,15 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _MASKS = (str, Mask)
+
+
+def _evicting_cache(named: Mapping[str, Any]) -> Any:
+    """The EvictingCache among the arguments of a forward, if there is one."""
+    for name in CACHE_NAMES[:2]:
+        value = named.get(name)
+        if value is not None and getattr(value, "evicts_by_mask", False):
+            return value
+    return None
 
 
 def _has_mask(args: tuple[Any, ...]) -> bool:
@@ -260,7 +271,7 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer:
         given = args[place] if place < len(args) else given
     if isinstance(given, str | Mask):
         mask = as_mask(given, "attention_mask")
-        _check_switched(model, "attention_mask")
+        check_switched(model, "attention_mask")
         args = tuple(None if x is given else x for x in args)
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
@@ -269,7 +280,10 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer:
         args, kwargs = shard_arguments(model, setting.context, mask, args, kwargs)
     again = mask is not None and setting.context is None and _in_generate_without_cache(model, kwargs)
     packing = None if setting.context is not None else _packing(model, named, mask)
-    forward = Forward(model, mask, setting.context, again, outer, packing, named)
+    evicting = _evicting_cache(named)
+    forward = Forward(model, mask, setting.context, again, outer, packing, named, evicting)
+    if evicting is not None:
+        _begin_in_cache(forward)
     setting.applied |= mask is not None or setting.context is not None
     _current.set(forward)
     if not forward.own and isinstance(made := kwargs.get("attention_mask"), dict | LazyMaskTensor):  # by generate
@@ -279,6 +293,22 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer:
             _current.set(outer)
             raise
     return args, kwargs
+
+
+def _begin_in_cache(forward: Forward) -> None:
+    """Let an EvictingCache know where the tokens of a forward stand."""
+    if forward.packing is not None:
+        raise CallError(
+            f"EvictingCache: got {forward.packing.told_by} of packed rows.\n"
+            'Fix: use(model, mask=documents(lengths=[...], open_end=True, inner="causal")) before the cache is made.'
+        )
+    taken = forward.cache_argument
+    if taken != "cache" and forward.named.get("cache") is forward.cache:  # which this forward would pass over
+        raise CallError(
+            f"EvictingCache: got cache=, but {type(forward.model).__name__} takes its cache as {taken}.\nFix: {taken}=cache."
+        )
+    tokens = next(x for x in map(forward.named.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
+    forward.cache.begin(tokens.shape[0], tokens.shape[1], forward.named.get("attention_mask"))
 
 
 def _remade(made: Any) -> Any:
@@ -296,6 +326,8 @@ def _end(model: Any, output: Any) -> None:
     unused, name = None, type(model).__name__
     if output is not None and forward.packing is not None:
         _remember(forward, output)
+    if output is not None and forward.cache is not None:
+        forward.cache.end()
     if output is not None and forward.required and not forward.made_mask:
         applied = "context_parallel" if forward.mask is None else repr(forward.mask)
         if forward.packing is not None and forward.mask is None:
@@ -358,11 +390,17 @@ def _first_positions(model: Any) -> frozenset[int]:
 
 def _remember(forward: Forward, output: Any) -> None:
     """Let the cache of a forward know its documents."""
-    values = output if isinstance(output, tuple) else (getattr(output, name, None) for name in CACHE_NAMES)
-    if isinstance(output, dict):
-        values = (output.get(name) for name in CACHE_NAMES)
-    for value in (*(forward.named.get(name) for name in CACHE_NAMES), *values):
-        if value is not None and forward.packing is not None:
+    if forward.packing is None:
+        return
+    if isinstance(output, tuple):
+        values = list(output)
+    elif isinstance(output, dict):
+        # Its items, since get() of transformers 5.24 warns where it is asked for an older name.
+        values = [value for name, value in output.items() if name in CACHE_NAMES]
+    else:
+        values = [getattr(output, name, None) for name in CACHE_NAMES]
+    for value in [*(forward.named.get(name) for name in CACHE_NAMES), *values]:
+        if value is not None:
             remember(value, forward.packing)
 
 
@@ -399,7 +437,7 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def _check_switched(model: Any, where: str) -> None:
+def check_switched(model: Any, where: str) -> None:
     """Raise unless all layers of a model are attention of lowtri.
 
     Raises:

@@ -27,10 +27,11 @@ def filled(mask: str, tokens: int, **options: Any) -> KVCache:
         ("causal & window(4)", "········░▓▓▓"),
         ("causal & (window(4) | first(2))", "██······░▓▓▓"),
         ("causal & chunks(5)", "··········▓▓"),
+        # Documents continue: the last one never ends.
         (
             "causal & documents(lengths=[5, 7], open_end=True)",
             "·····███████",
-        ),  # documents continue: the last one never ends
+        ),
     ],
 )
 def test_a_sign_for_each_position(mask: str, expected: str) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 from lowtri.errors import LowtriError, MaskError
 from lowtri.masks.array_masks import Table
 from lowtri.masks.arrays import in_numpy
-from lowtri.masks.mask import Mask, first_position
+from lowtri.masks.mask import Mask
+from lowtri.masks.positions import first_position
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import POSITION_MAX, check_count, shown
 from lowtri.pictures.files import save_picture
@@ -34,6 +36,7 @@ _PAIRS_READ = 2**20  # up to so many pairs, each is read; beyond, cells show wha
 MIN_POSITIONS = 12  # of a picture whose size nobody gave
 MAX_PANELS = 16  # batch rows and heads that are drawn; the rest is counted
 _LOOKS = (Look("·", HIDDEN, "hidden"), Look("▒", fill("partly"), "partly"), Look("█", fill("visible"), "may see"))
+_BLOCKS = "·▒█"  # hidden, partly, visible
 _SIGNS = {"ticks": "✗~✓", "numbers": ("-inf", "", "0"), "latex": (r"-\infty", "", "0")}
 _WEIGHTS = shades("visible")
 
@@ -103,29 +106,35 @@ def draw(
     if latex and (tokens is not None or titles is not None):
         raise MaskError("draw: the LaTeX matrix has no labels. Fix: leave tokens and titles out.")
     if nq is None and tokens is None and (ticks or numbers or latex):  # every pair is written
-        nq, nk = (min(n, MAX_CELLS) for n in (picture_size(*_masks(mask, beside)) if nk is None else (nk, nk)))
+        sizes = picture_size(*_masks(mask, beside)) if nk is None else (nk, nk)
+        nq, nk = (min(n, MAX_CELLS) for n in sizes)
     if ticks and tokens is None:
         nq, nk = _counts(nq, nk)
         if max(nq, nk) > MAX_CELLS:
             raise MaskError(f"draw: ticks for {nq} queries and {nk} keys: at most {MAX_CELLS} each way. Fix: no ticks.")
         tokens = [str(k) for k in range(nk)]
-        query_tokens = [str(q + max(nk - nq, 0)) for q in range(nq)] if query_tokens is None else query_tokens
-    signs = next((_SIGNS[form] for form, on in zip(_SIGNS, (ticks, numbers, latex), strict=True) if on), "·▒█")
+        if query_tokens is None:
+            first = max(nk - nq, 0)
+            query_tokens = [str(first + i) for i in range(nq)]
+    forms = [_SIGNS[form] for form, on in (("ticks", ticks), ("numbers", numbers), ("latex", latex)) if on]
+    signs = forms[0] if forms else _BLOCKS
     looks = [look._replace(sign=sign) for look, sign in zip(_LOOKS, signs, strict=True)]
-    panels, left_out, nq, nk = _panels(mask, nq, nk, beside, tokens, query_tokens, titles, looks=looks)
-    step = _cell_size(nq, nk)
-    if (numbers or latex) and step > 1:
-        raise MaskError(f"draw: {max(nq, nk)} positions: a matrix has at most 64 each way. Fix: a smaller n.")
-    more = [f"{'% ' * latex}... and {left_out} more"] * bool(left_out)
+    masks = _masks(mask, beside)
+    layout = _layout(masks, _size(masks, nq, nk, tokens, query_tokens), tokens, query_tokens, titles)
+    panels = layout.panels(looks)
+    if (numbers or latex) and layout.step > 1:
+        most = max(layout.nq, layout.nk)
+        raise MaskError(f"draw: {most} positions: a matrix has at most 64 each way. Fix: a smaller n.")
     if latex:
-        return "\n\n".join([*map(_latex, panels), *more])
-    blocks = []
-    for panel in panels:
-        columns = [[grid.title] * (titles is not None or beside is not None) + grid.lines() for grid in panel.grids]
-        blocks.append("\n".join([panel.heading] * bool(panel.heading) + beside_one_another(columns, "    ")))
-    blocks += more
-    if step > 1:
-        blocks[-1] += f"\n{_scale(nq, nk)}: █ all visible, ▒ some, · none"
+        blocks = [_latex(panel) for panel in panels]
+    else:
+        has_titles = titles is not None or beside is not None
+        blocks = [_panel_text(panel, has_titles) for panel in panels]
+    if layout.left_out:
+        comment = "% " if latex else ""
+        blocks.append(f"{comment}... and {layout.left_out} more")
+    if layout.step > 1:
+        blocks[-1] += f"\n{layout.scale}: █ all visible, ▒ some, · none"
     return "\n\n".join(blocks)
 
 
@@ -168,18 +177,29 @@ def svg(
             the visible cells.
         beside_weights: the same for the second mask.
     """
-    panels, left_out, nq, nk = _panels(mask, nq, nk, beside, tokens, query_tokens, titles, weights, beside_weights)
+    masks = _masks(mask, beside)
+    size = _size(masks, nq, nk, tokens, query_tokens, (weights, beside_weights))
+    layout = _layout(masks, size, tokens, query_tokens, titles)
+    panels = layout.panels(_LOOKS, (weights, beside_weights))
     grids = panels[0].grids
-    shaded = {grid.looks is _WEIGHTS for grid in grids}
-    full = " or ".join(["may see"] * (False in shaded) + ["weight 1"] * (True in shaded))
-    legend = [_WEIGHTS[16]._replace(meaning=full) if True in shaded else _LOOKS[2]]
-    legend += [_WEIGHTS[i]._replace(meaning=f"weight {i / 16:g}") for i in (8, 0) if True in shaded]
-    legend += [*[_LOOKS[1]] * (_cell_size(nq, nk) > 1), _LOOKS[0]]
-    notes = [f"... and {left_out} more"] * bool(left_out) + [_scale(nq, nk)] * (_cell_size(nq, nk) > 1)
+    is_shaded = [grid.looks is _WEIGHTS for grid in grids]
+    if not any(is_shaded):
+        legend = [_LOOKS[2]]
+    else:
+        full = "weight 1" if all(is_shaded) else "may see or weight 1"
+        legend = [_WEIGHTS[16]._replace(meaning=full)]
+        legend += [_WEIGHTS[i]._replace(meaning=f"weight {i / 16:g}") for i in (8, 0)]
+    notes = []
+    if layout.left_out:
+        notes.append(f"... and {layout.left_out} more")
+    if layout.step > 1:
+        legend.append(_LOOKS[1])
+        notes.append(layout.scale)
+    legend.append(_LOOKS[0])
     return picture(" beside ".join(grid.title for grid in grids), panels, legend, notes)
 
 
-def shown_as_svg(mask: Mask) -> str | None:
+def notebook_svg(mask: Mask) -> str | None:
     """The picture for notebooks. None where tables of different sizes are joined, which are shown as text."""
     try:
         return svg(mask)
@@ -187,9 +207,9 @@ def shown_as_svg(mask: Mask) -> str | None:
         return None
 
 
-def shown_as_html(mask: Mask) -> str | None:
+def notebook_html(mask: Mask) -> str | None:
     """The picture for notebooks, with the mask's text below it."""
-    drawn = shown_as_svg(mask)
+    drawn = notebook_svg(mask)
     return None if drawn is None else card("mask", drawn, repr(mask), str(mask))
 
 
@@ -221,11 +241,10 @@ def cells_of(mask: Mask, nq: int, nk: int, step: int) -> NDArray[np.int8]:
     """(rows, columns): for each cell of ``step`` positions each way, 0 hidden, 1 partly, 2 visible."""
     if nq * nk <= _PAIRS_READ:  # the answer for a tile may be PARTIAL where its pairs are equal
         pairs = mask.dense(nq, nk)
-        edges = np.arange(0, nq, step), np.arange(0, nk, step)
-        some, every = (
-            join.reduceat(join.reduceat(pairs, edges[0], axis=0), edges[1], axis=1)
-            for join in (np.logical_or, np.logical_and)
-        )
+        rows = np.arange(0, nq, step)
+        columns = np.arange(0, nk, step)
+        some = np.logical_or.reduceat(np.logical_or.reduceat(pairs, rows, axis=0), columns, axis=1)
+        every = np.logical_and.reduceat(np.logical_and.reduceat(pairs, rows, axis=0), columns, axis=1)
         return some.astype(np.int8) + every
     start, nq, nk = first_position(mask, nq, nk)
     q0 = start + step * np.arange(-(-nq // step))[:, None]
@@ -234,42 +253,72 @@ def cells_of(mask: Mask, nq: int, nk: int, step: int) -> NDArray[np.int8]:
     return cells
 
 
-class _Panels(NamedTuple):
-    """What a picture shows: a panel for each batch row and head."""
+@dataclass(frozen=True)
+class _Layout:
+    """One or two masks side by side, their numbers of positions, and their labels."""
 
-    panels: list[Panel]
-    left_out: int  # how many panels exceed MAX_PANELS
+    masks: list[Mask]
+    names: list[str]
     nq: int
     nk: int
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        """Positions to a cell, the same both ways, so that the diagonal stays a diagonal."""
+        return -(-max(self.nq, self.nk) // MAX_CELLS)
+
+    @property
+    def scale(self) -> str:
+        return f"a cell: {self.step:,} x {self.step:,} of {self.nq:,} x {self.nk:,} pairs"
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The masks' common one; raises where they do not fit together."""
+        return (self.masks[0] & self.masks[-1]).batch
+
+    @property
+    def left_out(self) -> int:
+        """How many batch rows and heads exceed MAX_PANELS."""
+        return max(math.prod(self.batch) - MAX_PANELS, 0)
+
+    def panels(self, looks: Sequence[Look], weights: Sequence[Any] = (None, None)) -> list[Panel]:
+        """A panel for each batch row and head; ``weights`` are those of each mask, or None."""
+        checked = [_weights(each, self.nq, self.nk) for each in weights]
+        panels = []
+        for index in islice(np.ndindex(self.batch), MAX_PANELS):
+            at_zero = (*index, 0, 0)  # a mask without a batch, or without heads
+            b, h = at_zero[:2]
+            grids = [
+                self._grid(mask.at(b, h), name, looks, None if of_mask is None else _weights_at(of_mask, b, h))
+                for mask, name, of_mask in zip(self.masks, self.names, checked, strict=False)
+            ]
+            panels.append(Panel(grids, _heading(self.batch, b, h)))
+        return panels
+
+    def _grid(self, mask: Mask, name: str, looks: Sequence[Look], weights: NDArray[np.float64] | None) -> Grid:
+        cells = cells_of(mask, self.nq, self.nk, self.step)
+        if weights is not None:
+            cells = levels(weights, cells == 0)
+            looks = _WEIGHTS
+        size = 28.0 if self.columns else max(6.0, min(24.0, 420 / -(-max(self.nq, self.nk) // self.step)))
+        return Grid(cells, looks, size, size, name, self.rows, self.columns)
 
 
-def _panels(
-    mask: Mask | str,
-    nq: int | None = None,
-    nk: int | None = None,
-    beside: Mask | str | None = None,
-    tokens: Tokens | None = None,
-    query_tokens: Tokens | None = None,
-    titles: Sequence[str] | None = None,
-    weights: Any = None,
-    beside_weights: Any = None,
-    looks: Sequence[Look] = _LOOKS,
-) -> _Panels:
-    """The panels of ``mask`` and ``beside``; the arguments are those of :func:`draw` and :func:`svg`.
+def _layout(
+    masks: list[Mask],
+    size: tuple[Any, Any],
+    tokens: Tokens | None,
+    query_tokens: Tokens | None,
+    titles: Sequence[str] | None,
+) -> _Layout:
+    """Check the arguments of :func:`draw` and :func:`svg`.
 
-    Without ``nq`` the tokens or the weights give the number of positions, or else the masks themselves (:func:`picture_size`).
+    Args:
+        size: nq and nk.
     """
-    masks = _masks(mask, beside)
-    if nq is None:
-        shape: tuple[int, ...] = next((np.shape(each) for each in (weights, beside_weights) if each is not None), ())
-        if tokens is not None:
-            keys = len(token_list(tokens))
-            nq, nk = keys if query_tokens is None else len(token_list(query_tokens)), keys if nk is None else nk
-        elif len(shape) >= 2:
-            nq, nk = shape[-2:]
-        else:
-            nq, nk = picture_size(*masks) if nk is None else (nk, nk)
-    nq, nk = _counts(nq, nk)
+    nq, nk = _counts(*size)
     if nq < 1 or nk < 1:
         raise MaskError(f"draw: {nq} queries and {nk} keys: there is nothing to draw. Fix: at least one of each.")
     columns, rows = token_labels("draw", MaskError, nq, nk, tokens, query_tokens)
@@ -278,20 +327,31 @@ def _panels(
     if titles is not None and len(titles) != len(masks):
         raise MaskError(f"draw: got {len(titles)} titles; expected one for each of {len(masks)} masks.")
     names = [shortened(text, 60) for text in (map(repr, masks) if titles is None else titles)]
-    step = _cell_size(nq, nk)
-    size = 28.0 if columns else max(6.0, min(24.0, 420 / -(-max(nq, nk) // step)))
+    return _Layout(masks, names, nq, nk, rows, columns)
 
-    def grid(number: int, b: int, h: int) -> Grid:
-        cells, of_mask = cells_of(masks[number].at(b, h), nq, nk, step), checked_weights[number]
-        if of_mask is not None:
-            cells = levels(_weights_at(of_mask, b, h), cells == 0)
-        return Grid(cells, looks if of_mask is None else _WEIGHTS, size, size, names[number], rows, columns)
 
-    checked_weights = [_weights(each, nq, nk) for each in (weights, beside_weights)]
-    batch = (masks[0] & masks[-1]).batch  # the common one; raises where the two do not fit together
-    drawn = [(*index, 0, 0)[:2] for index in islice(np.ndindex(batch), MAX_PANELS)]
-    panels = [Panel([grid(i, b, h) for i in range(len(masks))], _heading(batch, b, h)) for b, h in drawn]
-    return _Panels(panels, math.prod(batch) - len(panels), nq, nk)
+def _size(
+    masks: list[Mask], nq: Any, nk: Any, tokens: Tokens | None, query_tokens: Tokens | None, weights: Sequence[Any] = ()
+) -> tuple[Any, Any]:
+    """nq and nk; without ``nq``, those of the tokens or the weights, or else of the masks themselves (:func:`picture_size`)."""
+    if nq is not None:
+        return nq, nk
+    if tokens is not None:
+        keys = len(token_list(tokens))
+        queries = keys if query_tokens is None else len(token_list(query_tokens))
+        return queries, keys if nk is None else nk
+    shapes = [np.shape(each) for each in weights if each is not None]
+    if shapes and len(shapes[0]) >= 2:
+        nq, nk = shapes[0][-2:]
+        return nq, nk
+    return picture_size(*masks) if nk is None else (nk, nk)
+
+
+def _panel_text(panel: Panel, has_titles: bool) -> str:
+    """The grids of a panel side by side, below its heading and their titles."""
+    columns = [[grid.title, *grid.lines()] if has_titles else grid.lines() for grid in panel.grids]
+    lines = beside_one_another(columns, "    ")
+    return "\n".join([panel.heading, *lines] if panel.heading else lines)
 
 
 def token_labels(
@@ -336,15 +396,6 @@ def _counts(nq: Any, nk: Any) -> tuple[int, int]:
     return nq, nq if nk is None else check_count("draw", "nk", nk)
 
 
-def _cell_size(nq: int, nk: int) -> int:
-    """Positions to a cell, the same both ways, so that the diagonal stays a diagonal."""
-    return -(-max(nq, nk) // MAX_CELLS)
-
-
-def _scale(nq: int, nk: int) -> str:
-    return f"a cell: {_cell_size(nq, nk):,} x {_cell_size(nq, nk):,} of {nq:,} x {nk:,} pairs"
-
-
 def _weights(weights: Any, nq: int, nk: int) -> NDArray[np.float64] | None:
     if weights is None:
         return None
@@ -366,7 +417,8 @@ def _weights(weights: Any, nq: int, nk: int) -> NDArray[np.float64] | None:
 
 def _weights_at(weights: NDArray[np.float64], b: int, h: int) -> NDArray[np.float64]:
     """The weights of one batch row and head; a leading size of 1 is broadcast."""
-    for index in (b, h)[: weights.ndim - 2]:
+    leading = (b, h)
+    for index in leading[: weights.ndim - 2]:
         if index >= weights.shape[0] > 1:
             raise MaskError(f"draw: weights have no batch row or head {index}: their shape ends at {weights.shape[0]}.")
         weights = weights[0 if weights.shape[0] == 1 else index]
@@ -374,8 +426,11 @@ def _weights_at(weights: NDArray[np.float64], b: int, h: int) -> NDArray[np.floa
 
 
 def _heading(batch: tuple[int, ...], b: int, h: int) -> str:
-    row, head = f"batch row {b}", f"head {h}"
-    return ("", row, head if batch[:1] == (1,) else f"{row}, {head}")[len(batch)]
+    if not batch:
+        return ""
+    if len(batch) == 1:
+        return f"batch row {b}"
+    return f"head {h}" if batch[0] == 1 else f"batch row {b}, head {h}"
 
 
 def _latex(panel: Panel) -> str:

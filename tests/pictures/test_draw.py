@@ -34,9 +34,9 @@ from lowtri.masks import (
     where,
     window,
 )
-from lowtri.masks.picture import MAX_PANELS, cells_of, draw, picture_size, svg
 from lowtri.pictures.grids import MAX_CELLS
 from lowtri.pictures.labels import display_width, shortened, split
+from lowtri.pictures.masks import MAX_PANELS, cells_of, draw, picture_size, svg
 
 # Text.
 
@@ -382,9 +382,8 @@ def test_svg_distinguishes_hidden_from_weight_zero() -> None:
     weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     text = svg(causal(), 2, weights=weights)
     assert text.count("url(#hidden)") == 2  # a cell and the legend
-    assert (
-        text.count('fill-opacity="0"') == 2 and text.count('fill-opacity="1"') == 2
-    )  # a cell and the legend; two cells
+    # A cell and the legend; two cells.
+    assert text.count('fill-opacity="0"') == 2 and text.count('fill-opacity="1"') == 2
     assert "weight 0" in text and "hidden" in text
 
 

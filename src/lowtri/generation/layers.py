@@ -1,0 +1,142 @@
+"""The memory of a cache: for each layer a buffer of keys and one of values, in NumPy's arrays or torch's tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtri.errors import CallError
+from lowtri.generation.slots import Slots
+from lowtri.masks import Mask
+
+
+class Layer:
+    """The keys (..., capacity, D) and values (..., capacity, Dv) of one layer."""
+
+    __slots__ = ("appends", "keys", "signature", "values")
+
+    def __init__(self, k: Any, v: Any, capacity: int) -> None:
+        self.keys, self.values = _empty(k, capacity), _empty(v, capacity)
+        self.signature: Any = _signature(k, v)  # of the last append: equal ones need no further check
+        self.appends = 0
+
+    def check(self, k: Any, v: Any, layer: int) -> None:
+        """Raise unless new tokens have the shapes, dtypes and device of the earlier ones."""
+        signature = _signature(k, v)
+        if signature == self.signature:
+            return
+        if _kind(k) != _kind(self.keys) or _kind(v) != _kind(self.values) or v.shape[-2] != k.shape[-2]:
+            raise CallError(
+                f"append: keys {shape_text(k)} and values {shape_text(v)} do not continue layer {layer}, "
+                f"whose keys are {shape_text(self.keys)} and values {shape_text(self.values)} in (..., H, slots, D)."
+            )
+        self.signature = signature
+
+    def write(self, start: int, k: Any, v: Any) -> None:
+        """Write new tokens to the slots from ``start`` on."""
+        _write(self.keys, start, k)
+        _write(self.values, start, v)
+
+    def move(self, slots: Slots, capacity: int) -> None:
+        """New buffers with the old slots at their front."""
+        self.keys, self.values = (_enlarged(x[..., slots, :], capacity) for x in (self.keys, self.values))
+
+    def choose(self, start: int, index: NDArray[np.int64]) -> None:
+        """From slot ``start`` on: the slots ``start + index``, (1, m) for all rows or (B, m); any slot where the index is -1."""
+        places = start + np.maximum(index, 0)
+        for buffer in (self.keys, self.values):
+            if len(index) == 1:
+                _write(buffer, start, _copied(buffer, places[0]))
+            else:
+                for row, chosen in zip(buffer, places, strict=True):  # views of single rows
+                    _write(row, start, _copied(row, chosen))
+
+    def pick(self, rows: NDArray[np.int64]) -> None:
+        """Row i becomes a copy of row ``rows[i]``."""
+        self.keys, self.values, self.signature = _rows(self.keys, rows), _rows(self.values, rows), None
+
+    def front(self, n: int) -> tuple[Any, Any]:
+        """The first ``n`` slots, as views."""
+        if isinstance(self.keys, np.ndarray):
+            return self.keys[..., :n, :], self.values[..., :n, :]
+        return self.keys.narrow(-2, 0, n), self.values.narrow(-2, 0, n)
+
+
+def check_new(k: Any, v: Any, mask: Mask) -> None:
+    """Raise unless a layer can begin with these keys and values: their shapes fit together and the mask."""
+    if k.ndim not in (2, 3, 4) or v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
+        raise CallError(
+            f"append: keys {shape_text(k)} and values {shape_text(v)} do not fit: "
+            "expected (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H."
+        )
+    rows = (*mask.batch, 1)[0]
+    if rows > 1 and (k.ndim < 4 or k.shape[0] != rows):
+        raise CallError(f"append: keys {shape_text(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
+
+
+def _signature(k: Any, v: Any) -> tuple[Any, ...]:
+    return (k.shape, v.shape, k.dtype, v.dtype, getattr(k, "device", None), getattr(v, "device", None))
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    """What must not change from append to append."""
+    return (*x.shape[:-2], x.shape[-1], x.dtype, getattr(x, "device", None))
+
+
+def _empty(like: Any, capacity: int) -> Any:
+    shape = (*like.shape[:-2], capacity, like.shape[-1])
+    try:
+        if isinstance(like, np.ndarray):
+            return np.zeros(shape, like.dtype)
+        import torch
+
+        with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)  # free slots are returned, too
+    except (MemoryError, ValueError, RuntimeError) as error:  # RuntimeError is torch's
+        size = math.prod(shape) * like.dtype.itemsize / 2**30
+        raise CallError(
+            f"KVCache: {capacity:,} slots in keys or values {shape} take {size:,.0f} GiB, which could not be allocated.\n"
+            "Fix: a mask that hides old keys, a smaller capacity= or block=, or fewer rows."
+        ) from error
+
+
+def _rows(buffer: Any, rows: NDArray[np.int64]) -> Any:
+    if isinstance(buffer, np.ndarray):
+        return buffer[rows]
+    import torch
+
+    with torch.inference_mode(False):  # as in _empty
+        return buffer[rows]
+
+
+def _copied(buffer: Any, slots: NDArray[np.int64]) -> Any:
+    """The tokens in these slots, as an array of their own."""
+    if isinstance(buffer, np.ndarray):
+        return buffer[..., slots, :]
+    import torch
+
+    return buffer.index_select(-2, torch.from_numpy(slots).to(buffer.device))
+
+
+def _enlarged(tokens: Any, capacity: int) -> Any:
+    buffer = _empty(tokens, capacity)
+    _write(buffer, 0, tokens)
+    return buffer
+
+
+def _write(buffer: Any, start: int, new: Any) -> None:
+    if isinstance(buffer, np.ndarray):
+        buffer[..., start : start + new.shape[-2], :] = new
+    else:  # half the time of an assignment
+        buffer.narrow(-2, start, new.shape[-2]).copy_(new.detach() if new.requires_grad else new)
+
+
+def batch_of(x: Any) -> int:
+    return int(x.shape[0]) if x.ndim == 4 else 1
+
+
+def shape_text(x: Any) -> str:
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
