@@ -6,11 +6,13 @@ The packages, in reading order; a package imports only packages above it:
     extras        what needs a package that lowtri itself does not need
     system        what differs between operating systems
     files         atomic writes
-    assets        the style sheet that all pages share
+    sentences     the sentences of the lesson, of explain and of the notebooks, in four languages
+    assets        the style sheet that all pages share, and the sentences
     pictures      the parts of pictures as SVG, HTML pages and JSON, and their files
     compat        every use of private APIs of torch, Numba and transformers
     masks         masks as formulas over positions, tile answers, plans, pictures
     showing       attention weights as pictures
+    plain_torch   what plain has in torch
     plain         the textbook formulas, under the names that notebooks use
     ops           the checked description of an attention call, and the definition of attention in float64
     kernels       the CPU kernels

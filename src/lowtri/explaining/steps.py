@@ -22,7 +22,7 @@ from lowtri.explaining.explanation import PAIRS, Explanation, Step, StepText, nu
 from lowtri.explaining.models import capture_model
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.label_masks import check_row_lengths
-from lowtri.masks.tile import shown
+from lowtri.masks.tile import shown as short_text
 from lowtri.pictures.labels import split
 from lowtri.sentences import sentence, texts
 
@@ -128,8 +128,8 @@ def explain(
             encoder-decoder, and attention code that does not ask the attention interface of transformers.
         MaskError: for arrays without a mask, and for a mask with other batch rows than the arrays.
     """
+    texts(lang, "explain")  # raises for a language that is not there
     _check_hidden(hidden)
-    texts(lang, "explain")
     if scores is not None or values is not None:
         if what is not None or scores is None:
             raise CallError(
@@ -193,7 +193,7 @@ def _check_hidden(hidden: Any) -> None:
     is_number = isinstance(hidden, int | float | np.integer | np.floating) and not isinstance(hidden, bool)
     if not is_number or (not -(2**1000) < hidden < 2**1000 and hidden != -math.inf):
         raise CallError(
-            f"explain: hidden is {shown(hidden)}; expected a number. Fix: hidden=-1e9, or leave it out for -inf."
+            f"explain: hidden is {short_text(hidden)}; expected a number. Fix: hidden=-1e9, or leave it out for -inf."
         )
 
 
