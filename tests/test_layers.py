@@ -52,7 +52,6 @@ MAX_PARAMETERS = 12  # of a function
 MANY_PARAMETERS = {
     # Public functions and commands: each parameter is a user's.
     *(
-        "auditing/audit.py:audit",
         "cli/checks.py:audit",
         "cli/learn.py:explain",
         "cli/models.py:generate",
@@ -242,7 +241,7 @@ def test_the_public_names() -> None:
     masks = "Mask Tile mask causal full window band first documents chunks strided keys table hidden where heads"
     biases = "alibi distance_bias DistanceBias"
     calls = "attention attention_backward merge scaled_dot_product_attention which_engine "
-    calls += "KVCache generate audit assert_causal AuditReport infer_mask InferredMask verify VerifyReport explain show"
+    calls += "KVCache generate audit assert_causal Model AuditReport infer_mask InferredMask verify VerifyReport explain show"
     errors = "LowtriError MaskError CallError EngineError ExtraError DataError LeakError VerifyError RankError UndecidedError"
     expected = {
         *masks.split(),
