@@ -17,7 +17,7 @@ from lowtri.auditing.adapter import as_model
 from lowtri.auditing.arguments import check_arguments, redrawn
 from lowtri.auditing.caches import cache, is_packed
 from lowtri.auditing.conditions import KINDS, too_short
-from lowtri.auditing.context import Context, Options, vocabulary
+from lowtri.auditing.context import FEW, Context, Options, vocabulary
 from lowtri.auditing.declared import DeclaredMask, own_positions
 from lowtri.auditing.example import Inputs, maybe_array, read_example
 from lowtri.auditing.infer import described_mask
@@ -209,6 +209,8 @@ class _Run:
         noise = context.try_example()
         if adapter.axes is None:
             check_axes(tested, inputs, seed)
+        if context.is_large:
+            context = replace(context, chosen=tuple(context.sample(FEW)))
         if noise.broken is None:
             context = self._with_constants(context)
             context = self._from_own_positions(context, own_positions(inputs, real, f"{prefix_}position_ids"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lowtri.auditing.context import Condition, Context, describe_difference
+from lowtri.auditing.context import FEW, Condition, Context, describe_difference
 from lowtri.auditing.example import Array, Bools, Inputs, first_line
 from lowtri.auditing.neighbours import batch, packing
 from lowtri.auditing.pads import pad, pad_keyword, padding, source
@@ -99,7 +99,9 @@ def _code_paths(context: Context) -> Iterator[Context]:
         paths += [Condition(attention=name) for name in ("eager", "sdpa") if name != attention_name(model)]
     if not paths:
         raise Skipped("no other code path is known")
-    yield from (context.under(replace(path, name="code_paths")) for path in paths)
+    chosen = tuple(context.chosen or context.sample(FEW))
+    for path in paths:
+        yield replace(context.under(replace(path, name="code_paths")), chosen=chosen)
 
 
 def _compiled(context: Context) -> Iterator[Context]:

@@ -36,7 +36,7 @@ _ROUNDING = 2.0**4
 _EXACT = 128  # up to so many positions, every pair is looked at
 _LONG = 48  # positions looked at when the input is too long for all of them
 _LARGE = 2**32  # parameters times tokens of a call, from which on some queries stand for all
-_FEW = 12  # queries looked at there
+FEW = 12  # queries looked at there, and on other code paths
 DRAWS = 2  # random values that replace each input in turn, for each row of the batch
 
 
@@ -501,7 +501,7 @@ class Context:
             return list(self.chosen)
         if self.n > _EXACT:
             return self.sample(_LONG)
-        return self.sample(_FEW) if self.is_large else list(range(self.n))
+        return list(range(self.n))
 
     @functools.cached_property
     def is_large(self) -> bool:

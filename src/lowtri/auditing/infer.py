@@ -271,7 +271,7 @@ def _layers(context: Context) -> list[Bools]:
     from lowtri.auditing.torch_hooks import attention_tables
 
     model, inputs = context.tested.module, context.inputs
-    for attention in ("sdpa", "eager") if hasattr(model, "set_attn_implementation") else ("",):
+    for attention in ("", "sdpa", "eager") if hasattr(model, "set_attn_implementation") else ("",):
         condition = replace(context.condition, attention=attention if attention != attention_name(model) else "")
         read = inputs.having({"output_attentions": True} if attention == "eager" else {})
         try:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lowtri.auditing.context import Context
+from lowtri.auditing.context import Context, compare
 from lowtri.auditing.example import Array, Bools
 
 
@@ -45,5 +45,6 @@ def _joins(context: Context, places: Bools, ids: Array, token: int) -> bool:
         one, other = (context.tested(each) for each in (joined, joined.change(before_first, fresh)))
     except Exception:
         return False
-    moved = np.where(hidden, np.abs(one - other).max(axis=-1), 0.0).max() if one.shape == other.shape else 0.0
-    return apart.status == "clean" and context.noise.classify(float(moved), context.noise.magnitude) == "leak"
+    # A leak moves outputs in both cases; what moves in the second alone was hidden by the token.
+    together = compare(one, other, context.noise, hidden & (apart.sizes == 0))
+    return together.status == "leak"
