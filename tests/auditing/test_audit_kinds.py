@@ -430,3 +430,47 @@ def test_examples_that_are_no_arrays_of_numbers() -> None:
         for check in (lowtri.audit, lowtri.infer_mask):
             with pytest.raises(lowtri.CallError, match=r"example is .*not an array of token ids or of vectors.\nFix: "):
                 check(lambda x: x, example)
+
+
+def test_the_frames_of_the_users_file_on_request(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from lowtri.cli.main import main
+
+    file = tmp_path / "raises.py"
+    file.write_text(
+        "def make():\n    def model(x):\n        return x.no_such_thing()\n    return model, [[1.0], [2.0]]\n"
+    )
+    assert main(["audit", f"{file}:make"]) == 2
+    plain = capsys.readouterr().err
+    assert "AttributeError" in plain and "raises.py:3" not in plain
+    assert main(["audit", f"{file}:make", "--traceback"]) == 2
+    shown = capsys.readouterr().err
+    assert f"{file}:3 in model: return x.no_such_thing()" in shown and "auditing" not in shown
+    file.write_text("def make():\n    return 1 / 0\n")
+    assert main(["audit", f"{file}:make"]) == 2
+    assert "Fix: the line of the file that --traceback shows." in capsys.readouterr().err
+    assert main(["audit", f"{file}:make", "--traceback"]) == 2
+    assert f"{file}:2 in make: return 1 / 0" in capsys.readouterr().err
+
+
+def test_a_folder_of_our_decoder_is_asked_for_no_weights(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model = lowtri.nn.Decoder(lowtri.nn.DecoderConfig(vocab_size=V, hidden_size=16, num_attention_heads=2)).eval()
+    report = lowtri.audit(model, IDS, conditions="code_paths")
+    assert report.finding("code_paths").message == "no other code path is known"
+
+
+def test_wide_outputs_are_compared_in_sums() -> None:
+    table = torch.randn(40, 5000, generator=torch.Generator().manual_seed(0))
+
+    def model(ids: Tensor, size: float = 0.0) -> Tensor:
+        rows = table[ids].cumsum(1)
+        rows[:, :-1, 7] += size * ids[:, 1:]  # one number of five thousand
+        return rows
+
+    ids = IDS.clone()
+    right = lowtri.audit(lowtri.Model(model, vocab_size=40), ids, probes="change,prefix,batch")
+    assert right.ok and any("16 sums with random signs" in note for note in right.notes), right
+    for size in (1.0, 1e-3):
+        wrong = lowtri.Model(lambda ids, size=size: model(ids, size), vocab_size=40)
+        report = lowtri.audit(wrong, ids, probes="change")
+        assert report.verdict == "leak" and (report.first.query, report.first.key) == (0, 1), report

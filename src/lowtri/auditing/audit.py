@@ -21,7 +21,7 @@ from lowtri.auditing.context import FEW, Context, Options, vocabulary
 from lowtri.auditing.declared import DeclaredMask, own_positions
 from lowtri.auditing.example import Inputs, maybe_array, read_example
 from lowtri.auditing.infer import described_mask
-from lowtri.auditing.model_under_test import ModelUnderTest, check_axes
+from lowtri.auditing.model_under_test import WIDE, ModelUnderTest, check_axes
 from lowtri.auditing.neighbours import batch, packing
 from lowtri.auditing.pads import padding, real_positions, source
 from lowtri.auditing.probe import (
@@ -207,6 +207,9 @@ class _Run:
         ids = vocabulary(tested, inputs)
         context = Context(tested, inputs, table, real, self.options, ids, self.show, fresh_copy=fresh_copy)
         noise = context.try_example()
+        if context.base.shape[-1] > WIDE and context.base.dtype.kind == "f" and np.isfinite(context.base).all():
+            context = replace(context, tested=replace(tested, narrow=True))
+            noise = context.try_example()
         if adapter.axes is None:
             check_axes(tested, inputs, seed)
         if context.is_large:
@@ -362,6 +365,8 @@ def _notes(context: Context, findings: Sequence[ProbeResult]) -> list[str]:
         notes.append("the model draws random numbers; every call started from the same seed")
     if context.options.mask.layers is not None:
         notes.append(f"the mask is one layer's, widened to what {context.options.mask.layers} layers reach")
+    if context.tested.narrow:
+        notes.append("wide outputs are compared in 16 sums with random signs; sizes are those of the sums")
     if context.is_large:
         notes.append(f"calls are expensive: {len(context.queries())} queries of {context.n} stand for all")
     return notes

@@ -21,6 +21,8 @@ from lowtri.auditing.example import CallSignature, Inputs, Rows, positions_first
 from lowtri.auditing.restoring import Snapshot, in_mode, owners, seeded, torch_settings_restored, without_gradients
 from lowtri.errors import CallError
 
+WIDE = 4096  # numbers of a row, beyond which sums of them are compared
+_SUMS = 16
 _SMALL = 2**30  # parameters times tokens of a call, below which threads cost more than they save
 
 
@@ -33,6 +35,7 @@ class ModelUnderTest:
     adapter: Model  # what its caller says about it
     training: bool = False
     restoring: bool = False  # whether each call begins with what the model kept before the audit
+    narrow: bool = False  # whether wide rows are compared in random sums of their numbers
     seed: int = 0
     parts: tuple[Any, ...] = field(
         default=(), compare=False
@@ -137,7 +140,21 @@ class ModelUnderTest:
             import torch
 
             rows = torch.view_as_real(rows)
-        return rows.reshape(rows.shape[0], rows.shape[1], -1)
+        return self.narrowed(rows.reshape(rows.shape[0], rows.shape[1], -1))
+
+    def narrowed(self, rows: Any) -> Any:
+        """Rows (B, N, F); of very many numbers, as those of a large vocabulary, sums with random signs, (B, N, 16).
+
+        What moves one number moves each sum; where rounding could hide it, the float64 copy decides.
+        """
+        if not self.narrow or rows.shape[-1] <= WIDE:
+            return rows
+        signs = np.random.default_rng(0).integers(0, 2, (rows.shape[-1], _SUMS)) * 2.0 - 1.0
+        if isinstance(rows, np.ndarray):
+            return rows @ signs.astype(rows.dtype)
+        import torch
+
+        return rows @ torch.as_tensor(signs, dtype=rows.dtype, device=rows.device)
 
     def _picked(self, answer: Any, inputs: Inputs) -> Any:
         """The tensor or array with one row for each position."""

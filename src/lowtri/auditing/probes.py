@@ -41,6 +41,8 @@ def change(context: Context) -> PairsOfRuns:
     draws = 1 if context.is_large else DRAWS
     draws *= 16 if context.discrete_output and not context.is_large else 1  # indices move rarely
     kinds = [(100, "random"), (101, "extreme"), *([(102, "repeated")] if inputs.discrete else [])]
+    if context.is_large and not by_pair:
+        kinds = kinds[:1]
     if not by_pair and context.discrete_output:  # discrete answers move rarely
         kinds += [(103 + more, "random") for more in range(draws - 1)]
     depends, least = np.zeros((inputs.batch, n, n), bool), measured_mask_threshold(context.noise)

@@ -182,7 +182,11 @@ class AuditReport:
         return leak.sentence(max(self.noise.repeat, self.noise.reorder))
 
     def raise_for_leak(self) -> None:
-        """Raise LeakError for a leak, UndecidedError if the audit could not decide; otherwise return."""
+        """Raise LeakError for a leak, UndecidedError if the audit could not decide; otherwise return.
+
+        pytest shows the sentence, the drawing and the frames of the test, and none of lowtri's.
+        """
+        __tracebackhide__ = True
         if self.leaks:
             what = f"{self.model} sees what {shortened(self.mask, 80)} hides: {self._what}"
             raise LeakError(f"{spelled_out(what)}\n{self.draw()}")
