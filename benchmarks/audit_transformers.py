@@ -142,7 +142,7 @@ def cells_of(name: str, class_name: str, show: bool) -> Iterator[tuple[str, dict
             example = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": torch.tensor(mask)}
             probes = [*PROBES, "code_paths"] if (attention, padding) == ("sdpa", "none") else PROBES
             try:
-                report = lowtri.audit(model, example, vocab_size=99, train=False, length=0, draws=1, probes=probes)
+                report = lowtri.audit(lowtri.Model(model, vocab_size=99), example, length=0, probes=probes)
             except Exception as error:
                 yield f"{attention} {padding}", {"verdict": "does not run", "why": first_line(error)}
                 continue

@@ -148,7 +148,7 @@ def gallery() -> None:
             "size": first.size,
             "loss": _loss_on_noise(piece["make_model"], example) if comparable else None,
         }
-        pieces[path.stem] |= {"probe": first.probe, "message": report.message}
+        pieces[path.stem] |= {"probe": first.found_by, "message": report.message}
         print(path.stem, pieces[path.stem]["pair"], pieces[path.stem]["loss"], flush=True)
     write("gallery", {"pieces": list(pieces.values())}, ROOT / "docs" / "_site")
     short = [{key: value for key, value in pieces[name].items() if key not in ("probe", "message")} for name in PIECES]
@@ -164,6 +164,7 @@ def _loss_on_noise(make: Any, example: Any, steps: int = 300) -> float | None:
     if not isinstance(example, torch.Tensor) or example.ndim != 3:
         return None
     model = make(0)[0]
+    model = model.call if isinstance(model, lowtri.Model) else model
     if not isinstance(model, torch.nn.Module) or not any(p.requires_grad for p in model.parameters()):
         return None
     n, width = example.shape[1:]

@@ -47,7 +47,6 @@ TO_READ = [
 MANY_PARAMETERS = {
     # Public functions: each parameter is a user's.
     "src/lowtri/auditing/audit.py:audit",
-    "src/lowtri/auditing/infer.py:infer_mask",
     "src/lowtri/dispatch/attend.py:attention",
     "src/lowtri/dispatch/operators.py:attention_backward",
     "src/lowtri/explaining/steps.py:explain",

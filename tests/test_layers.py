@@ -226,7 +226,7 @@ def test_the_public_names() -> None:
     masks = "Mask Tile mask causal full window band first documents chunks strided tree tree_depths keys table hidden where heads"
     biases = "alibi distance_bias DistanceBias"
     calls = "attention attention_backward merge scaled_dot_product_attention which_engine "
-    calls += "KVCache generate audit assert_causal AuditReport infer_mask InferredMask verify VerifyReport explain show"
+    calls += "KVCache generate audit assert_causal Model AuditReport infer_mask InferredMask verify VerifyReport explain show"
     errors = "LowtriError MaskError CallError EngineError ExtraError DataError LeakError VerifyError RankError UndecidedError"
     expected = {
         *masks.split(),

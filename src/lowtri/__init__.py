@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from typing import Any
 
     from lowtri import nn as nn, parallel as parallel, plain as plain
+    from lowtri.auditing.adapter import Model as Model
     from lowtri.auditing.audit import assert_causal as assert_causal, audit as audit
     from lowtri.auditing.infer import InferredMask as InferredMask, infer_mask as infer_mask
     from lowtri.auditing.report import AuditReport as AuditReport
@@ -105,6 +106,7 @@ _NAMES = {
     "lowtri.dispatch.sdpa_compatible": ("scaled_dot_product_attention",),
     "lowtri.generation.cache": ("KVCache",),
     "lowtri.generation.generate": ("generate",),
+    "lowtri.auditing.adapter": ("Model",),
     "lowtri.auditing.audit": ("audit", "assert_causal"),
     "lowtri.auditing.infer": ("infer_mask", "InferredMask"),
     "lowtri.auditing.report": ("AuditReport",),

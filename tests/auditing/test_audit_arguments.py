@@ -36,7 +36,7 @@ IDS = torch.randint(0, 30, (2, 8), generator=torch.Generator().manual_seed(0))
 
 def test_a_step_that_runs_is_run() -> None:
     model = Summing()
-    report = lowtri.audit(model, IDS, step=model.step)
+    report = lowtri.audit(lowtri.Model(model, step=model.step), IDS)
     assert report.ok and report.finding("cache").status == "clean"
 
 
@@ -50,7 +50,7 @@ def test_a_step_that_runs_is_run() -> None:
     ],
 )
 def test_a_step_that_does_not_run_is_no_verdict(step: Any, words: str) -> None:
-    report = lowtri.audit(Summing(), IDS, step=step)
+    report = lowtri.audit(lowtri.Model(Summing(), step=step), IDS)
     assert not report.ok and report.exit_code == 3
     measured = report.finding("cache").measured
     assert measured["runs"] == len(measured["refused"]) > 0 and not measured["ways"]
@@ -69,7 +69,7 @@ def test_a_step_that_fails_on_other_ids_is_no_verdict() -> None:
         y, inner = model.step(inner, x)
         return y, (t + 1, inner)
 
-    report = lowtri.audit(model, IDS, step=only_the_example)
+    report = lowtri.audit(lowtri.Model(model, step=only_the_example), IDS)
     assert (
         report.message
         == "could not decide against causal: cache: step= was requested and did not run: LookupError: other ids."
@@ -86,25 +86,25 @@ def test_a_step_that_fails_on_other_ids_is_no_verdict() -> None:
 def test_an_alone_that_does_not_run_is_no_verdict(mask: str, words: str) -> None:
     table = torch.from_numpy(np.array(lowtri.mask(mask).dense(8))).float()
     embed = nn.Embedding(30, 8)
-    report = lowtri.audit(lambda t: table[: t.shape[1], : t.shape[1]] @ embed(t), IDS, mask=mask, alone=lambda: 3)
+    report = lowtri.audit(
+        lowtri.Model(lambda t: table[: t.shape[1], : t.shape[1]] @ embed(t), alone=lambda: 3), IDS, mask=mask
+    )
     assert report.verdict == "could not decide"
     with pytest.raises(UndecidedError, match=f"packing: alone= was requested and did not run: {words}"):
         report.raise_for_leak()
 
 
 def test_a_pad_mask_that_the_model_does_not_take() -> None:
-    with pytest.raises(CallError, match=r"pad_mask='atention_mask', but the model takes \(ids\)"):
-        lowtri.audit(Summing(), IDS, pad_mask="atention_mask")
+    with pytest.raises(CallError, match=r"pads='atention_mask', but the model takes \(ids\)"):
+        lowtri.audit(lowtri.Model(Summing(), pads="atention_mask"), IDS)
 
     def refusing(ids: torch.Tensor, **named: Any) -> torch.Tensor:
         if named:
             raise TypeError(f"unknown {sorted(named)}")
         return ids[..., None].double().cumsum(1)
 
-    report = lowtri.audit(refusing, IDS, pad_mask="mask")
-    assert report.message.startswith(
-        "could not decide against causal: padding: pad_mask= was requested and did not run: "
-    )
+    report = lowtri.audit(lowtri.Model(refusing, pads="mask"), IDS)
+    assert report.message.startswith("could not decide against causal: padding: pads= was requested and did not run: ")
     assert "unknown ['mask']" in report.message
 
 
@@ -118,39 +118,57 @@ def test_a_requested_probe_that_is_skipped_is_no_verdict() -> None:
 
 def test_an_argument_whose_probe_is_left_out_is_noted() -> None:
     model = Summing()
-    report = lowtri.audit(model, IDS, probes=["change"], step=model.step)
+    report = lowtri.audit(lowtri.Model(model, step=model.step), IDS, probes=["change"])
     assert report.ok and "step= was not used: probes= leaves cache out" in report.notes
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"probes": []}, r"probes=\[\] would look at nothing"),
-        ({"probes": "change"}, r"probes='change' is one text, expected a list of names.\nFix: probes=\['change'\]"),
-        ({"draws": 0}, "draws=0, expected a whole number of at least 1"),
-        ({"draws": 1.5}, "draws=1.5, expected a whole number"),
-        ({"exact": -1}, "exact=-1, expected a whole number of at least 0"),
+        ({"probes": []}, r"probes=\[\] would look at nothing.\nFix: name a probe"),
+        ({"conditions": ","}, r"conditions=',' would look at nothing.\nFix: name a condition"),
+        (
+            {"conditions": "evil"},
+            r"no condition is called 'evil'; there are eval, code_paths, .*\nFix: conditions='eval'",
+        ),
         ({"seed": -1}, "seed=-1, expected a whole number of at least 0"),
         ({"redraw": -1.0}, "redraw=-1.0, expected True, False or a standard deviation above 0"),
         ({"redraw": float("nan")}, "redraw=nan, expected True, False"),
         ({"redraw": "much"}, "redraw='much', expected True, False"),
-        ({"step": 3}, "step=3, expected something to call"),
-        ({"alone": "model"}, "alone='model', expected something to call"),
-        ({"output": 0}, "output=0, expected something to call"),
-        ({"pad_mask": ""}, "pad_mask='', expected the name of a keyword"),
-        ({"vocab_size": "x"}, "vocab_size='x', expected a whole number of at least 2"),
-        ({"probes": 3}, "probes=3, expected a list of names"),
-        ({"position_axis": "a"}, "position_axis='a', expected the number of an axis"),
-        ({"output_axis": 0.5}, "output_axis=0.5, expected the number of an axis"),
-        ({"output_axis": -9}, r"no axis with one row for each of the 8 positions was found.\nFix: .* output_axis="),
-        ({"batch_axis": "b"}, "batch_axis='b', expected the number of an axis"),
-        ({"batch_axis": 9}, r"batch_axis=9 is no axis of an example of shape \(2, 8\) besides the positions' axis 1"),
-        ({"batch_axis": 1}, "batch_axis=1 is no axis"),
+        ({"probes": 3}, r"probes=3, expected a list of names.\nFix: "),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(CallError, match=words):
         lowtri.audit(Summing(), IDS, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"step": 3}, "step=3, expected something to call.\nFix: a function"),
+        ({"alone": "model"}, "alone='model', expected something to call"),
+        ({"output": 0}, "output=0, expected something to call"),
+        ({"pads": ""}, "pads='', expected a name.\nFix: the keyword that marks real positions"),
+        ({"vocab_size": "x"}, r"vocab_size='x', expected a whole number from 2 to 2\*\*31.\nFix: how many ids"),
+        ({"vocab_size": 10**18}, "vocab_size=1000000000000000000, expected a whole number from 2"),
+        ({"inputs": []}, r"inputs=\[\], expected a key of the example or a list of keys.\nFix: inputs="),
+        ({"inputs": ()}, r"inputs=\(\), expected a key"),
+        ({"inputs": 0.5}, "inputs=0.5, expected a key"),
+        ({"inputs": [["x"]]}, r"inputs=\[\['x'\]\], expected a key"),
+        ({"axes": 1}, r"axes=1, expected a letter for each axis, N the positions and B the batch.\nFix: axes="),
+        ({"axes": "BB"}, "axes='BB', expected a letter for each axis"),
+        ({"axes": "BD"}, "axes='BD', expected a letter for each axis"),
+        ({"axes": "BN->BN->BN"}, "axes='BN->BN->BN', expected a letter"),
+        ({"axes": "BND"}, r"axes='BND' names 3 axes, the example has the shape \(2, 8\).\nFix: a letter for each axis"),
+        ({"axes": "BN -> N"}, r"no axis with one row for each of the 8 positions was found.\nFix: .* say its axes with Model\(axes="),
+        ({"prefill": lambda x: (x, None)}, "prefill= was given without step=.\nFix: say how decoding continues"),
+    ],
+)  # fmt: skip
+def test_fields_of_a_model_that_cannot_be_used(fields: dict[str, Any], words: str) -> None:
+    for check in (lowtri.audit, lowtri.assert_causal, lowtri.infer_mask):
+        with pytest.raises(CallError, match=words):
+            check(lowtri.Model(Summing(), **fields), IDS)
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,10 @@ def test_an_ordinary_padded_batch_is_clean(name: str, attention: str, mask: Tens
     model = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config).eval()
     if attention:
         model.set_attn_implementation(attention)
-    probes = ["change", "gradient", "prefix", "batch", "padding", "cache", "longer"]
-    report = lowtri.audit(model, {"input_ids": IDS, "attention_mask": mask}, probes=probes, length=24, train=False)
+    probes = ["change", "gradient", "prefix", "batch", "padding", "cache"]
+    report = lowtri.audit(
+        model, {"input_ids": IDS, "attention_mask": mask}, probes=probes, length=24, conditions="eval,longer"
+    )
     assert report.ok, report
     assert report.finding("cache").status == "clean" and report.finding("longer").status == "clean", report
 
@@ -69,7 +71,7 @@ def test_pads_that_are_given_alone_to_a_convolution_accuse_nobody() -> None:
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = transformers.Lfm2MoeForCausalLM(config).eval()
-    report = lowtri.audit(model, {"input_ids": IDS, "attention_mask": LEFT}, probes=["cache"], train=False, redraw=True)
+    report = lowtri.audit(model, {"input_ids": IDS, "attention_mask": LEFT}, probes=["cache"], redraw=True)
     assert report.ok and "after a prompt" in report.finding("cache").measured["ways"], report
 
 
@@ -96,7 +98,9 @@ def interior(mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("seen", "verdict"), [(interior, "leak"), (lambda mask: mask.float(), "no leak found")])
 def test_pads_inside_the_callers_example(seen: Callable[[Tensor], Tensor], verdict: str) -> None:
-    report = lowtri.audit(Gated(seen, counted=True), {"input_ids": IDS, "attention_mask": INSIDE}, train=False)
+    report = lowtri.audit(
+        Gated(seen, counted=True), {"input_ids": IDS, "attention_mask": INSIDE}, conditions="eval,code_paths,longer"
+    )
     assert report.verdict == verdict, report
     if report.first is not None:
         assert (report.first.row, report.first.query, report.first.key) == (2, 1 + 1, 1) or report.first.key in (
@@ -110,7 +114,9 @@ def test_pads_inside_the_callers_example(seen: Callable[[Tensor], Tensor], verdi
 @pytest.mark.parametrize(("counted", "verdict"), [(False, "leak"), (True, "no leak found")])
 def test_positions_under_left_pads(counted: bool, verdict: str) -> None:
     example = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-    report = lowtri.audit(Gated(lambda mask: mask.float(), counted=counted), example, train=False, length=0)
+    report = lowtri.audit(
+        Gated(lambda mask: mask.float(), counted=counted), example, length=0, conditions="eval,code_paths,longer"
+    )
     assert report.verdict == verdict, report
     if report.first is not None:
         assert report.first.key == -1 and "pads on the left that are hidden from it" in report.message
@@ -134,12 +140,15 @@ class PackedLSTM(nn.Module):
 
 def test_pads_on_the_side_that_the_example_does_not_use_are_a_warning() -> None:
     example = {"input_ids": IDS, "attention_mask": RIGHT}
-    report = lowtri.audit(PackedLSTM(both_ways=False), example, train=False, length=0)
+    report = lowtri.audit(PackedLSTM(both_ways=False), example, length=0, conditions="eval,code_paths,longer")
     assert report.ok and "left padding is not kept with attention_mask" in str(report), report
-    assert lowtri.audit(PackedLSTM(both_ways=True), example, train=False, length=0).verdict == "leak"
+    assert (
+        lowtri.audit(PackedLSTM(both_ways=True), example, length=0, conditions="eval,code_paths,longer").verdict
+        == "leak"
+    )
     shifted = Gated(lambda mask: mask.float())  # positions are counted from the pads
     for mask, verdict in ((RIGHT, "no leak found"), (LEFT, "leak"), (INSIDE, "leak")):
-        report = lowtri.audit(shifted, {"input_ids": IDS, "attention_mask": mask}, probes=["padding"], train=False)
+        report = lowtri.audit(shifted, {"input_ids": IDS, "attention_mask": mask}, probes=["padding"])
         assert report.verdict == verdict and "left" in report.finding("padding").message + str(report.first), report
 
 
@@ -152,9 +161,7 @@ def test_left_pads_of_a_transformers_model_without_position_ids_are_a_warning() 
         pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=None,
     )  # fmt: skip
     example = {"input_ids": IDS, "attention_mask": LEFT}
-    report = lowtri.audit(
-        transformers.BartForCausalLM(config).eval(), example, probes=["change", "padding"], train=False
-    )
+    report = lowtri.audit(transformers.BartForCausalLM(config).eval(), example, probes=["change", "padding"])
     assert report.ok, report
     assert report.finding("padding").status == "warning" and "having pads moves real outputs" in str(report)
 
@@ -251,11 +258,11 @@ def test_caches_that_go_wrong_when_several_tokens_are_appended(fault: str, way: 
         more: dict[str, Any] = {}
     else:
         more = {"step": model.step} | ({"prefill": model.prefill} if way == "prefill" else {})
-    report = lowtri.audit(model, IDS, probes=["cache"], **more)
+    report = lowtri.audit(lowtri.Model(model, **more), IDS, probes=["cache"])
     if not fault or (way == "prefill" and fault == "ignored in chunks" and not report.leaks):
-        assert report.ok and {"one at a time", "after a prompt"} <= set(report.finding("cache").measured["ways"]), (
-            report
-        )
+        named = [""] if way == "past_key_values" else ["with step=, ", "with its own cache, "]
+        tried = {name + words for name in named for words in ("one at a time", "after a prompt")}
+        assert report.ok and tried <= set(report.finding("cache").measured["ways"]), report
         return
     assert report.verdict == "leak" and "decoding" in report.message, report
 
@@ -272,7 +279,7 @@ def test_a_step_of_one_position_is_given_no_more() -> None:
             return self.embed(ids).cumsum(1)
 
     model = Summing()
-    report = lowtri.audit(model, IDS, probes=["cache"], step=model.step)
+    report = lowtri.audit(lowtri.Model(model, step=model.step), IDS, probes=["cache"])
     assert report.ok and report.finding("cache").measured["ways"] == ["one at a time"], report
 
 
@@ -332,7 +339,7 @@ def test_a_picture_that_is_not_in_the_caches_key() -> None:
 
     example = {"ids": IDS, "picture": vectors(B, 5, D)}
     for fault in ("", "kept"):
-        report = lowtri.audit(Seeing(fault), example, input="ids", probes=["change", "state"])
+        report = lowtri.audit(lowtri.Model(Seeing(fault), inputs="ids"), example, probes=["change", "state"])
         assert report.ok == (not fault), report
         assert report.ok or "after a call with another picture" in report.message
 
@@ -372,9 +379,9 @@ def test_vectors_with_time_first_are_asked_back(leaks: bool) -> None:
         return x.flip(0) if leaks else x.cumsum(0)
 
     x = vectors(24, 2, 16)
-    with pytest.raises(lowtri.CallError, match=r"either 24 rows of 2 positions or 2 rows of 24(.|\n)*position_axis=0"):
+    with pytest.raises(lowtri.CallError, match=r"either 24 rows of 2 positions or 2 rows of 24(.|\n)*axes=.NBD"):
         lowtri.audit(model, x, probes=["change"])
-    assert lowtri.audit(model, x, probes=["change"], position_axis=0).ok == (not leaks)
+    assert lowtri.audit(lowtri.Model(model, axes="NBD"), x, probes=["change"]).ok == (not leaks)
     assert lowtri.audit(lambda x: x.cumsum(1), x, probes=["change"]).ok  # rows are rows: nothing to ask
 
 
@@ -394,7 +401,7 @@ def test_cached_decoding_is_fed_new_tokens_only(name: str) -> None:
         calls.append((kwargs["input_ids"].shape[1], kwargs.get(cache_name(model)) is not None))
 
     model.register_forward_pre_hook(note, with_kwargs=True)
-    report = lowtri.audit(model, {"input_ids": IDS}, probes=["cache"], train=False)
+    report = lowtri.audit(model, {"input_ids": IDS}, probes=["cache"])
     assert report.finding("cache").status == "clean", report
     assert "one at a time" in report.finding("cache").measured["ways"]
     n = IDS.shape[1]

@@ -43,9 +43,9 @@ def test_ids_are_drawn_for_the_table_that_they_reach() -> None:
 def test_an_index_that_does_not_exist_becomes_advice() -> None:
     table = np.random.default_rng(0).standard_normal((6, D))
     with pytest.raises(lowtri.CallError) as caught:
-        lowtri.audit(lambda ids: np.cumsum(table[ids], axis=1), IDS.numpy(), vocab_size=50, length=0)
+        lowtri.audit(lowtri.Model(lambda ids: np.cumsum(table[ids], axis=1), vocab_size=50), IDS.numpy(), length=0)
     text = str(caught.value)
-    assert "raised IndexError: index" in text and "in the trial change" in text and "vocab_size=" in text
+    assert "raised IndexError: index" in text and "in the probe change" in text and "vocab_size=" in text
     assert len(text.splitlines()) <= 3
 
 
@@ -57,9 +57,9 @@ def test_an_index_that_does_not_exist_becomes_advice_in_every_trial(probe: str) 
         state = embed(ids) + (0 if state is None else state)
         return state, state
 
-    words = rf"the model raised IndexError: .*, in the trial {probe}.\nFix: vocab_size=, .* drawn up to 49"
+    words = rf"the model raised IndexError: .*, in the probe {probe}.\nFix: Model\(vocab_size=\), .* drawn up to 49"
     with pytest.raises(lowtri.CallError, match=words):
-        lowtri.audit(lambda ids: embed(ids).cumsum(1), IDS, vocab_size=50, probes=[probe], step=step)
+        lowtri.audit(lowtri.Model(lambda ids: embed(ids).cumsum(1), vocab_size=50, step=step), IDS, probes=[probe])
 
 
 def test_a_model_that_refuses_what_is_put_in_place_of_hidden_inputs() -> None:
@@ -68,7 +68,7 @@ def test_a_model_that_refuses_what_is_put_in_place_of_hidden_inputs() -> None:
             raise ValueError("x is too large")
         return np.cumsum(x, axis=-2)
 
-    words = "the model raised ValueError: x is too large, in the trial change.\nFix: the model must take any values"
+    words = "the model raised ValueError: x is too large, in the probe change.\nFix: the model must take any values"
     with pytest.raises(lowtri.CallError, match=words):
         lowtri.audit(model, vectors(2, N, D).numpy(), length=0)
 
@@ -118,12 +118,12 @@ def test_eval_mode_alone() -> None:
 
     x = vectors(2, N, D)
     assert not lowtri.audit(Leaking(), x).ok
-    report = lowtri.audit(Leaking(), x, train=False)
-    assert report.ok and "in eval mode" in report.message and report.finding("training").status == "skipped"
-    with pytest.raises(lowtri.CallError, match="train='no', expected True, False"):
-        lowtri.audit(Leaking(), x, train="no")
+    report = lowtri.audit(Leaking(), x, conditions="eval,code_paths,longer")
+    assert report.ok and "in eval mode" in report.message
+    with pytest.raises(lowtri.CallError, match="no condition is called 'no'; there are eval, code_paths, training"):
+        lowtri.audit(Leaking(), x, conditions="no")
     with pytest.raises(lowtri.CallError, match=r"prefill= was given without step=.\nFix: "):
-        lowtri.audit(Leaking(), x, prefill=lambda x: (x, None))
+        lowtri.audit(lowtri.Model(Leaking(), prefill=lambda x: (x, None)), x)
 
 
 def test_eval_mode_and_probes_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,14 +137,17 @@ def test_eval_mode_and_probes_from_the_command_line(tmp_path: Path, capsys: pyte
         "    return Leaking(), torch.randn(2, 6, 3)\n"
     )
     target = f"{file}:make"
-    assert main(["audit", target, "--probes", "change,training"]) == 1
+    assert main(["audit", target, "--probes", "change", "--conditions", "eval,training"]) == 1
     assert "in training mode" in capsys.readouterr().out
-    assert main(["audit", target, "--eval", "--probes", "change, prefix"]) == 0
+    assert main(["audit", target, "--conditions", "eval", "--probes", "change, prefix"]) == 0
     assert "in eval mode, 4 draws, probes change, prefix." in capsys.readouterr().out
     for arguments, words in (
-        (["--eval", "--train"], "--train and --eval were given"),
+        (
+            ["--conditions", "evil"],
+            "no condition is called 'evil'; there are eval, code_paths, training, longer, compiled",
+        ),
         (["--probes", "chnge"], "no probe is called 'chnge'"),
-        (["--probes", ","], "probes=[] would look at nothing"),
+        (["--probes", ","], "probes=',' would look at nothing"),
     ):
         assert main(["audit", target, *arguments]) == 2
         assert words in capsys.readouterr().err
@@ -199,7 +202,7 @@ class _Mix(nn.Module):
 
 @pytest.mark.parametrize(("fault", "probe"), [("rows", "batch"), ("pads", "padding")])
 def test_leaks_of_rows_and_pads_name_the_module(fault: str, probe: str) -> None:
-    more: dict[str, Any] = {"pad_mask": "attention_mask"} if fault == "pads" else {}
-    report = lowtri.audit(Mixing(fault), vectors(2, N, D), probes=[probe], **more)
+    more: dict[str, Any] = {"pads": "attention_mask"} if fault == "pads" else {}
+    report = lowtri.audit(lowtri.Model(Mixing(fault), **more), vectors(2, N, D), probes=[probe])
     assert report.first is not None and report.first.module == "mix", report
-    assert lowtri.audit(Mixing(""), vectors(2, N, D), probes=[probe], **more).ok
+    assert lowtri.audit(lowtri.Model(Mixing(""), **more), vectors(2, N, D), probes=[probe]).ok

@@ -122,9 +122,9 @@ CASES: list[tuple[Callable[..., Tensor], Any, str]] = [
 
 @pytest.mark.parametrize(("compute", "example", "probe"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_the_fault_is_found_and_its_twin_is_clean(compute: Any, example: Any, probe: str) -> None:
-    wrong = lowtri.audit(Model(compute, True), example, train=False)
+    wrong = lowtri.audit(Model(compute, True), example, conditions="eval,code_paths,longer")
     assert wrong.first is not None and wrong.first.probe == probe, wrong
-    right = lowtri.audit(Model(compute, False), example, train=False)
+    right = lowtri.audit(Model(compute, False), example, conditions="eval,code_paths,longer")
     assert right.ok, right
 
 
@@ -153,7 +153,7 @@ class Counting(Model):
 
 @pytest.mark.parametrize("wrong", [True, False])
 def test_a_crop_that_forgets_the_count(wrong: bool) -> None:
-    report = lowtri.audit(Counting(clipped, wrong), IDS, train=False, length=0)
+    report = lowtri.audit(Counting(clipped, wrong), IDS, length=0, conditions="eval,code_paths,longer")
     assert report.ok is not wrong, report
     if wrong:
         assert report.first is not None and "after a rejected draft" in report.message

@@ -28,7 +28,7 @@ def check(path: Path, seed: int) -> None:
         return
     first = report.first
     assert first is not None, report
-    assert (first.query, first.key, first.probe) == (*piece["PAIR"], piece["PROBE"]), report
+    assert (first.query, first.key, first.found_by) == (*piece["PAIR"], piece["PROBE"]), report
     assert report.exit_code == 1
 
 

@@ -116,3 +116,18 @@ def test_they_are_distributed(folder: pytest.Pytester) -> None:
     assert result.ret == 1
     assert "Model sees what causal hides" in result.stdout.str()
     assert f"{ITEMS[0]}: leak against causal: " in result.stdout.str()
+
+
+FAILING = """
+import lowtri, numpy as np
+def test_a():
+    lowtri.assert_causal(lambda x: x - x.mean(0), np.random.default_rng(0).standard_normal((6, 3)))
+"""
+
+
+def test_a_failure_shows_the_sentence_the_drawing_and_the_users_frames(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(FAILING)
+    lines = pytester.runpytest("-q").stdout.lines
+    text = "\n".join(lines)
+    assert "LeakError: <lambda> sees what causal hides: position 0 sees position 1: " in text and "█✗✗✗✗✗" in text
+    assert "auditing" not in text and "raise_for_leak" not in text

@@ -68,7 +68,7 @@ def test_any_declared_mask_is_kept_and_missed_exactly(text: str) -> None:
 def test_leaks_and_unseen_pairs_are_the_two_differences(declared: np.ndarray, actual: np.ndarray) -> None:
     x = np.random.default_rng(0).standard_normal((6, 3))
     report = lowtri.audit(mean_over(actual), x, mask=declared, probes=["change", "sensitivity"])
-    tokens = declared.any(axis=0)  # what nobody sees is a pad, and its own output means nothing
+    tokens = declared.any(axis=0) | declared.any(axis=1)  # what neither sees nor is seen is a pad
     leaks = {(int(q), int(k)) for q, k in np.argwhere(actual & ~declared) if tokens[q]}
     assert {(leak.query, leak.key) for leak in report.leaks} == leaks
     unseen = report.finding("sensitivity")
@@ -140,11 +140,11 @@ def test_a_leak_of_equality_shows_in_a_large_vocabulary(back: int) -> None:
         return out
 
     example = np.random.default_rng(0).integers(0, 50_000, (2, 16))
-    report = lowtri.audit(model, example, vocab_size=50_000)
+    report = lowtri.audit(lowtri.Model(model, vocab_size=50_000), example)
     assert {(leak.query, leak.key) for leak in report.leaks if leak.probe == "change"} == {
         (q, q + 1) for q in range(back, 15)
     }
-    right = lowtri.audit(lambda t: np.cumsum(table[t], axis=1), example, vocab_size=50_000)
+    right = lowtri.audit(lowtri.Model(lambda t: np.cumsum(table[t], axis=1), vocab_size=50_000), example)
     assert right.ok and right.finding("change").message.endswith("4 draws and one extreme, one of its own ids)")
 
 
@@ -156,7 +156,7 @@ def test_a_discrete_choice_has_no_gradient_and_is_caught_by_change() -> None:
         chosen = x.mean(-1) > x.mean(-1).mean(-1, keepdim=True)  # above the row's mean
         return x * chosen[..., None]
 
-    report = lowtri.audit(model, vectors(4, 6, 3), draws=4)
+    report = lowtri.audit(model, vectors(4, 6, 3))
     assert report.finding("gradient").status == "clean"
     assert report.finding("change").status == "leak"
 
@@ -174,8 +174,8 @@ def test_gradients_reach_through_every_look_up(look_up: str) -> None:
             x = table.weight[tokens]
         return x.cumsum(1) + 1e-12 * x.flip(1).cumsum(1)
 
-    assert status(model, ids(2, 7), "gradient", vocab_size=50) in ("leak", "undecided")
-    clean = lowtri.audit(lambda t: table(t).cumsum(1), ids(2, 7), vocab_size=50, probes=["gradient"])
+    assert status(lowtri.Model(model, vocab_size=50), ids(2, 7), "gradient") in ("leak", "undecided")
+    clean = lowtri.audit(lowtri.Model(lambda t: table(t).cumsum(1), vocab_size=50), ids(2, 7), probes=["gradient"])
     assert clean.finding("gradient").status == "clean"
 
 
@@ -242,9 +242,9 @@ class Padded(nn.Module):
 
 
 def test_padding_in_both_polarities() -> None:
-    say = {"mask": "full", "pad_mask": "key_padding_mask"}
-    assert status(Padded(), vectors(2, 6, 4), "padding", **say) == "clean"
-    assert status(Padded(hides=False), vectors(2, 6, 4), "padding", **say) == "leak"
+    for hides, right in ((True, "clean"), (False, "leak")):
+        model = lowtri.Model(Padded(hides=hides), pads="key_padding_mask")
+        assert status(model, vectors(2, 6, 4), "padding", mask="full") == right
 
 
 def test_our_decoder_and_its_packed_documents() -> None:
@@ -252,9 +252,9 @@ def test_our_decoder_and_its_packed_documents() -> None:
     config = lowtri.nn.DecoderConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
     model = lowtri.nn.Decoder(config).eval()
     mask = "causal & documents(lengths=[5, 6])"
-    right = lowtri.audit(lambda t: model(t, mask=mask), ids(2, 11), mask=mask, alone=model, vocab_size=50)
+    right = lowtri.audit(lowtri.Model(lambda t: model(t, mask=mask), alone=model, vocab_size=50), ids(2, 11), mask=mask)
     assert right.ok and right.finding("packing").status == "clean"
-    wrong = lowtri.audit(model, ids(2, 11), mask=mask, alone=model, vocab_size=50)
+    wrong = lowtri.audit(lowtri.Model(model, alone=model, vocab_size=50), ids(2, 11), mask=mask)
     assert (wrong.first.query, wrong.first.key) == (5, 0)
     assert wrong.finding("packing").leaks[0].query == 5
 
@@ -298,8 +298,8 @@ def test_a_step_that_forgets() -> None:
 
     assert cell is not None
     model = Model()
-    assert status(model, vectors(2, 6, 4), "cache", step=model.step) == "clean"
-    report = lowtri.audit(model, vectors(2, 6, 4), probes=["cache"], step=model.forgets)
+    assert status(lowtri.Model(model, step=model.step), vectors(2, 6, 4), "cache") == "clean"
+    report = lowtri.audit(lowtri.Model(model, step=model.forgets), vectors(2, 6, 4), probes=["cache"])
     assert (report.first.query, report.first.key) == (1, 0)
     assert "from position 1 on" in report.message and "the two disagree whether it sees position 0" in report.message
 
@@ -330,10 +330,10 @@ def test_a_step_in_its_own_precision_is_judged_by_the_position_where_it_forgets(
         state = [*(state or []), x]
         return model(torch.stack(state[-most:], 1))[:, -1], state
 
-    report = lowtri.audit(model, ids(2, 14), probes=["cache"], step=lambda state, x: step(state, x, 9))
+    report = lowtri.audit(lowtri.Model(model, step=lambda state, x: step(state, x, 9)), ids(2, 14), probes=["cache"])
     assert report.first is not None and report.first.query == 9
     assert "from position 9 on" in report.message
-    assert lowtri.audit(model, ids(2, 14), probes=["cache"], step=lambda state, x: step(state, x, 14)).ok
+    assert lowtri.audit(lowtri.Model(model, step=lambda state, x: step(state, x, 14)), ids(2, 14), probes=["cache"]).ok
 
 
 def test_a_transformers_model_on_all_its_code_paths() -> None:
@@ -347,13 +347,12 @@ def test_a_transformers_model_on_all_its_code_paths() -> None:
     before = model.config._attn_implementation
     report = lowtri.audit(model, ids(2, 16, size=60), mask="causal & window(6)", layers=2, redraw=True)
     assert report.ok, report
-    assert {"change", "gradient", "prefix", "batch", "padding", "cache", "code_paths"} <= {
+    assert {"change", "gradient", "prefix", "batch", "padding", "cache"} <= {
         finding.probe for finding in report.findings if finding.status == "clean"
     }
-    assert list(report.finding("code_paths").measured["tried"])[:2] == [
-        "output_attentions=True",
-        "output_hidden_states=True",
-    ]
+    paths = [f.words for f in report.findings if f.condition == "code_paths" and f.status == "clean"]
+    assert list(dict.fromkeys(paths))[:2] == ["with output_attentions=True", "with output_hidden_states=True"]
+    assert report.measured_mask == "causal & window(6)"
     assert not any("sliding_window" in note for note in report.notes)
     assert model.config._attn_implementation == before
     short = lowtri.audit(model, ids(2, 5, size=60), probes=["change"])
@@ -378,8 +377,9 @@ class TwoCodePaths(nn.Module):
 
 
 def test_other_code_paths() -> None:
-    assert status(TwoCodePaths("same"), vectors(2, 6, 4), "code_paths") == "clean"
-    assert status(TwoCodePaths("other"), vectors(2, 6, 4), "code_paths") == "warning"
+    for fault, said in (("same", "clean"), ("other", "warning")):
+        report = lowtri.audit(TwoCodePaths(fault), vectors(2, 6, 4), conditions="code_paths")
+        assert report.finding("code_paths").status == said
     report = lowtri.audit(TwoCodePaths("leak"), vectors(2, 6, 4))
     assert "with need_weights=True, position 0 sees position 5" in report.message
     assert lowtri.audit(TwoCodePaths("other"), vectors(2, 6, 4)).ok
@@ -388,8 +388,8 @@ def test_other_code_paths() -> None:
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # torch warns of itself while it loads its compiler
 def test_compiled_on_request() -> None:
-    report = lowtri.audit(nn.Linear(4, 4), vectors(2, 6, 4), probes=["code_paths"], compile=True)
-    assert "torch.compile" in report.finding("code_paths").measured["tried"]
+    report = lowtri.audit(nn.Linear(4, 4), vectors(2, 6, 4), conditions="eval,compiled")
+    assert report.finding("change", "compiled").status == "clean" and report.ok
 
 
 def test_a_window_one_too_small_is_a_warning() -> None:

@@ -32,9 +32,9 @@ def leaking() -> lowtri.AuditReport:
     return lowtri.audit(off_by_one, x, mask="causal & window(4)")
 
 
-def test_the_message_comes_first(leaking: lowtri.AuditReport) -> None:
-    lines = str(leaking).splitlines()
-    assert lines[0] == leaking.message
+def test_the_measured_mask_and_the_message_come_first(leaking: lowtri.AuditReport) -> None:
+    first, *lines = str(leaking).splitlines()
+    assert first == "measured mask: band(2, 1)" and lines[0] == leaking.message
     first = "position 0 sees position 1: changing input 1 moves output 0 by "
     assert leaking.message.startswith(f"leak against causal & window(4): {first}")
     assert "(noise 0)." in lines[0]
@@ -68,22 +68,24 @@ def test_json(leaking: lowtri.AuditReport) -> None:
     assert data["leaks"][0]["message"].startswith("position 0 sees position 1")
     assert [finding["probe"] for finding in data["findings"]] == [
         *(
+            "state",
             "change",
             "gradient",
             "prefix",
             "batch",
             "padding",
+            "source",
             "packing",
             "cache",
-            "code_paths",
-            "training",
-            "longer",
-            "state",
+            "",
+            "",
+            "",
             "poison",
             "sensitivity",
         )
     ]
-    change = data["findings"][0]
+    assert [f["condition"] for f in data["findings"] if not f["probe"]] == ["code_paths", "training", "longer"]
+    change = data["findings"][1]
     assert change["measured"]["every_pair"] and change["measured"]["keys"] == 6
     assert data["noise"]["repeat"] == 0
 
@@ -158,8 +160,8 @@ def test_no_leak_found_says_what_was_looked_at() -> None:
     report = lowtri.audit(lambda x: np.cumsum(x, axis=0), np.random.default_rng(0).standard_normal((6, 3)))
     assert report.ok and report.exit_code == 0 and report.first is None
     assert report.message == (
-        "no leak found against causal: 1 x 6 and 1 x 256 positions, 2 draws, probes change, prefix, longer, poison, sensitivity; "
-        "not tried: gradient, batch, padding, packing, cache, code_paths, training, state."
+        "no leak found against causal: 1 x 6 and 1 x 256 positions, 2 draws, probes change, prefix, poison, sensitivity; "
+        "not tried: state, gradient, batch, padding, source, packing, cache, code_paths, training."
     )
     assert repr(report).startswith("<AuditReport no leak found")
 
@@ -250,8 +252,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     from lowtri.cli.checks import audit as command
 
     def run(target: str, **options: object) -> int:
-        given = {"mask": None, "layers": None, "length": None, "vocab": None, "train": False, "redraw": False}
-        given |= {"compile": False, "out": None, "seed": 0, "threads": None, "json": False, "infer": False} | options
+        given = {"mask": None, "layers": None, "length": None, "vocab": None, "conditions": None, "redraw": False}
+        given |= {
+            "traceback": False,
+            "probes": None,
+            "out": None,
+            "seed": 0,
+            "threads": None,
+            "json": False,
+            "infer": False,
+        } | options
         try:
             command(target, **given)
         except typer.Exit as end:
@@ -261,11 +271,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     wrong, right = (f"{LEAKS / name}.py:make_model" for name in ("wrong/window_off_by_one", "right/gru"))
     assert run(right) == 0
     tried = "2 x 9 and 1 x 256 positions in eval and training mode"
-    assert capsys.readouterr().out.startswith(f"no leak found against causal: {tried}")
+    assert capsys.readouterr().out.startswith(f"measured mask: causal\nno leak found against causal: {tried}")
     assert run(wrong, out=tmp_path / "report.html") == 1
     captured = capsys.readouterr()
     assert (
-        captured.out.startswith("leak against causal & window(4): position 4 sees position 0")
+        captured.out.startswith(
+            "measured mask: causal & window(5)\nleak against causal & window(4): position 4 sees position 0"
+        )
         and "wrote" in captured.err
     )
     assert (tmp_path / "report.html").exists()

@@ -97,9 +97,8 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 def test_users_shape(shape: str, kind: str) -> None:
     model, example = case(shape, torch.from_numpy(TABLES[kind].copy()))
-    # An index moves rarely, so it takes more draws to see each single pair.
-    more = {"batch in the second axis": {"position_axis": 0}, "argmax indices": {"draws": 8}}.get(shape, {})
-    report = lowtri.audit(model, example, **more)
+    more = {"batch in the second axis": {"axes": "NBD"}}.get(shape, {})
+    report = lowtri.audit(lowtri.Model(model, **more), example)
     if kind == "right":
         assert report.ok, report
     else:
@@ -126,7 +125,7 @@ def test_lists_and_ids_without_torch() -> None:
         return np.cumsum(table[ids], axis=0)
 
     assert lowtri.audit(model, [3, 1, 4, 1, 5]).ok
-    assert lowtri.audit(lambda ids: model(ids)[::-1], [3, 1, 4, 1, 5], vocab_size=20).first is not None
+    assert lowtri.audit(lowtri.Model(lambda ids: model(ids)[::-1], vocab_size=20), [3, 1, 4, 1, 5]).first is not None
 
 
 @pytest.mark.parametrize("answer", [dict, tuple, list])
@@ -136,16 +135,18 @@ def test_answers_in_containers(answer: Callable[[Any], Any]) -> None:
         return {"logits": y, "other": x.flip(0)} if answer is dict else answer((y, x.flip(0)))
 
     assert lowtri.audit(model, torch.randn(5, 3)).ok
-    second = lowtri.audit(model, torch.randn(5, 3), output=lambda a: a["other"] if answer is dict else a[1])
+    second = lowtri.audit(
+        lowtri.Model(model, output=lambda a: a["other"] if answer is dict else a[1]), torch.randn(5, 3)
+    )
     assert second.first is not None and (second.first.query, second.first.key) == (0, 4)
 
 
 def test_channels_before_time() -> None:
     torch.manual_seed(0)
     conv = nn.Conv1d(3, 5, 3)
-    right = lowtri.audit(lambda x: conv(nn.functional.pad(x, (2, 0))), torch.randn(2, 3, 8), position_axis=-1)
+    right = lowtri.audit(lowtri.Model(lambda x: conv(nn.functional.pad(x, (2, 0))), axes="BDN"), torch.randn(2, 3, 8))
     assert right.ok
-    wrong = lowtri.audit(lambda x: conv(nn.functional.pad(x, (1, 1))), torch.randn(2, 3, 8), position_axis=-1)
+    wrong = lowtri.audit(lowtri.Model(lambda x: conv(nn.functional.pad(x, (1, 1))), axes="BDN"), torch.randn(2, 3, 8))
     assert (wrong.first.query, wrong.first.key) == (0, 1)
 
 
@@ -166,14 +167,14 @@ def test_the_source_of_a_translation_goes_with_its_row(length: int) -> None:
     torch.manual_seed(0)
     source, ids = torch.randint(9, (2, length)), torch.randint(9, (2, N))
     named = {"input_ids": source, "decoder_input_ids": ids}
-    report = lowtri.audit(Translating(), named, input="decoder_input_ids")
+    report = lowtri.audit(lowtri.Model(Translating(), inputs="decoder_input_ids"), named)
     assert report.ok, report.message
     assert {finding.probe: finding.status for finding in report.findings}["batch"] == "clean"
-    mixed = lowtri.audit(Translating(across=True), named, input="decoder_input_ids")
+    mixed = lowtri.audit(lowtri.Model(Translating(across=True), inputs="decoder_input_ids"), named)
     assert not mixed.ok and re.search(r"row 0 has other outputs alone: output 0 moves by 0\.\d+", mixed.message)
     if length != N:  # without a name, a length of its own tells that it does not follow the positions
-        assert lowtri.audit(Translating(), (source, ids), input=1).ok
-        assert not lowtri.audit(Translating(across=True), (source, ids), input=1).ok
+        assert lowtri.audit(lowtri.Model(Translating(), inputs=1), (source, ids)).ok
+        assert not lowtri.audit(lowtri.Model(Translating(across=True), inputs=1), (source, ids)).ok
 
 
 def test_a_model_gets_tensors_in_memory_of_torch() -> None:

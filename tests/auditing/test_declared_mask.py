@@ -79,14 +79,20 @@ def test_a_folder_is_audited_against_its_window(folders: dict[str, Path], capsys
     target = load_target(str(folders["right"]))
     assert (target.mask, target.arguments) == ("causal & window(5)", {"layers": 2})
     assert main(["audit", str(folders["right"])]) == 0
-    assert capsys.readouterr().out.startswith("no leak found against causal & window(5) x 2 layers: ")
+    assert (
+        capsys.readouterr().out.partition("\n")[2].startswith("no leak found against causal & window(5) x 2 layers: ")
+    )
     alone = [
         "--probes",
         "change",
     ]  # which mask the folder is held against shows in the first line, whatever else is tried
     assert main(["audit", str(folders["wrong"]), *alone]) == 1
-    assert capsys.readouterr().out.startswith(
-        "leak against causal & window(5) x 2 layers: position 9 sees position 0: changing input 0 moves output 9"
+    assert (
+        capsys.readouterr()
+        .out.partition("\n")[2]
+        .startswith(
+            "leak against causal & window(5) x 2 layers: position 9 sees position 0: changing input 0 moves output 9"
+        )
     )
     assert main(["audit", str(folders["right"]), "--mask", "causal", *alone]) == 0
-    assert capsys.readouterr().out.startswith("no leak found against causal: ")
+    assert capsys.readouterr().out.partition("\n")[2].startswith("no leak found against causal: ")

@@ -55,10 +55,8 @@ SILENCED = {
     "generate m p --prompt-file f": "one prompt is expected",
     "audit m --infer --mask causal": "--mask is for an audit, and --infer audits nothing. Fix: drop --mask or --infer",
     "audit m --infer --layers 2": "--layers is for an audit, and --infer audits nothing. Fix: drop --layers or --infer",
-    "audit m --infer --train": "--train is for an audit, and --infer audits nothing. Fix: drop --train or --infer",
-    "audit m --infer --eval": "--eval is for an audit, and --infer audits nothing. Fix: drop --eval or --infer",
+    "audit m --infer --conditions eval": "--conditions is for an audit, and --infer audits nothing. Fix: drop --conditions or",
     "audit m --infer --probes change": "--probes is for an audit, and --infer audits nothing. Fix: drop --probes or --infer",
-    "audit m --infer --compile": "--compile is for an audit, and --infer audits nothing. Fix: drop --compile or --infer",
     "audit m --infer --out a.txt": "--out is for an audit, and --infer audits nothing. Fix: drop --out or --infer",
 }
 

@@ -149,12 +149,12 @@ def test_the_decoder_is_audited(trained: Any) -> None:
     def told(ids: torch.Tensor) -> torch.Tensor:
         return model.write(ids, example.places(ids), (context.expand(len(ids), -1, -1), there))
 
-    lowtri.assert_causal(told, ids, vocab_size=len(letters))
+    lowtri.assert_causal(lowtri.Model(told, vocab_size=len(letters)), ids)
     unmasked = example.Translator(replace(SMALL, mask="full"), len(letters)).eval()
     unmasked.load_state_dict(model.state_dict())
     model = unmasked
     with pytest.raises(lowtri.LeakError, match="position 0 sees position"):
-        lowtri.assert_causal(told, ids, vocab_size=len(letters))
+        lowtri.assert_causal(lowtri.Model(told, vocab_size=len(letters)), ids)
 
 
 # The whole example.

@@ -196,7 +196,7 @@ def test_the_trained_decoder_does_not_peek(real: Any, features: torch.Tensor) ->
     def told(ids: torch.Tensor) -> torch.Tensor:
         return model(encoder_outputs=(heard.expand(len(ids), -1, -1),), decoder_input_ids=ids, use_cache=False).logits
 
-    lowtri.assert_causal(told, ids, vocab_size=50257)
+    lowtri.assert_causal(lowtri.Model(told, vocab_size=50257), ids)
     shown = model(encoder_outputs=(heard,), decoder_input_ids=ids, output_attentions=True)
     past = torch.ones(8, 8).tril().bool().expand(1, 6, 8, 8)
     assert all(torch.equal(weights > 0, past) for weights in shown.decoder_attentions)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+import lowtri
+
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -17,7 +19,7 @@ class Model(torch.nn.Module):
 
 def make_model(seed=0):
     torch.manual_seed(seed)
-    return Model(), torch.randn(2, 4, 9), {"position_axis": 2}
+    return lowtri.Model(Model(), axes="BDN"), torch.randn(2, 4, 9)
 
 
 MASK = "causal & window(4)"

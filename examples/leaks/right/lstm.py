@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+import lowtri
+
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -22,7 +24,7 @@ class Model(torch.nn.Module):
 def make_model(seed=0):
     torch.manual_seed(seed)
     model = Model()
-    return model, torch.randint(0, 20, (2, 9)), {"step": model.step}
+    return lowtri.Model(model, step=model.step), torch.randint(0, 20, (2, 9))
 
 
 MASK = "causal"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+import lowtri
+
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -18,7 +20,7 @@ class Model(torch.nn.Module):
 
 def make_model(seed=0):
     torch.manual_seed(seed)
-    return Model(), torch.randn(2, 9, 8), {"pad_mask": "attention_mask"}
+    return lowtri.Model(Model(), pads="attention_mask"), torch.randn(2, 9, 8)
 
 
 MASK = "full"

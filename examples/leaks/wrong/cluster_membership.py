@@ -19,7 +19,7 @@ class Model(torch.nn.Module):
 
 def make_model(seed=0):
     torch.manual_seed(seed)
-    return Model(), torch.randn(16, 5, 8), {"draws": 4}
+    return Model(), torch.randn(16, 5, 8)
 
 
 MASK = "causal"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+import lowtri
+
 
 def make_model(seed=0):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Conv1d(4, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv1d(8, 4, 1))
-    return model, torch.randn(2, 4, 9), {"position_axis": 2}  # channels before time
+    return lowtri.Model(model, axes="BDN"), torch.randn(2, 4, 9)  # channels before time
 
 
 MASK = "causal"

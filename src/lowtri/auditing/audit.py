@@ -1,57 +1,61 @@
-"""`audit`: read the arguments, run the trials, and report."""
+"""`audit`: read the arguments, run every probe under every condition, and report."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
-import operator
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.caches import cache, state
-from lowtri.auditing.conditions import code_paths, longer, training
-from lowtri.auditing.context import Context, Options, vocabulary
-from lowtri.auditing.report import AuditReport
-from lowtri.auditing.system import System, check_axes, module_behind, parameters, read_example
-from lowtri.auditing.trial import Finding, Leak, Trial, chosen_trials, nothing_ran, require_requested, run_trials
-from lowtri.auditing.trials import (
-    batch,
-    change,
-    gradient,
-    packing,
-    padding,
-    poison,
-    prefix,
-    real_positions,
-    sensitivity,
+from lowtri.auditing.adapter import as_model
+from lowtri.auditing.arguments import check_arguments, redrawn
+from lowtri.auditing.caches import cache, is_packed
+from lowtri.auditing.conditions import KINDS, too_short
+from lowtri.auditing.context import FEW, Context, Options, vocabulary
+from lowtri.auditing.declared import DeclaredMask, own_positions
+from lowtri.auditing.example import Inputs, maybe_array, read_example
+from lowtri.auditing.infer import described_mask
+from lowtri.auditing.model_under_test import WIDE, ModelUnderTest, check_axes
+from lowtri.auditing.neighbours import batch, packing
+from lowtri.auditing.pads import padding, real_positions, source
+from lowtri.auditing.probe import (
+    Leak,
+    Probe,
+    ProbeResult,
+    chosen_names,
+    nothing_ran,
+    require_requested,
+    run_probes,
 )
+from lowtri.auditing.probes import change, gradient, poison, prefix, sensitivity
+from lowtri.auditing.report import AuditReport
+from lowtri.auditing.separators import separator
+from lowtri.auditing.state import state, state_after
 from lowtri.errors import CallError
 from lowtri.extras import require
-from lowtri.masks import Mask, as_mask, causal
-from lowtri.masks.label_masks import check_row_lengths
-from lowtri.masks.tile import shown
+from lowtri.masks import Mask, causal
 
-TRIALS: tuple[Trial, ...] = (  # in the order in which they run
+PROBES: tuple[Probe, ...] = (  # in the order in which they run
+    state,
     change,
     gradient,
     prefix,
     batch,
     padding,
+    source,
     packing,
     cache,
-    code_paths,
-    training,
-    longer,
-    state,
     poison,
     sensitivity,
 )
+_DESCRIBED = 96  # positions up to which the report begins with the model's mask
+CONDITIONS = ("eval", *(kind.name for kind in KINDS))
 
 
 def audit(
@@ -59,24 +63,11 @@ def audit(
     example: Any,
     *,
     mask: Mask | str | npt.NDArray[np.bool_] = causal(),  # noqa: B008 (a mask is a frozen formula)
-    vocab_size: int | None = None,
-    output: Callable[[Any], Any] | None = None,
-    step: Callable[[Any, Any], Any] | None = None,
-    prefill: Callable[[Any], Any] | None = None,
     layers: int | None = None,
-    input: str | int | Sequence[str | int] | None = None,
-    position_axis: int | None = None,
-    batch_axis: int | str | None = "auto",
-    output_axis: int | None = None,
-    alone: Callable[..., Any] | None = None,
-    pad_mask: str | None = None,
-    train: bool | None = None,
-    redraw: bool | float = False,
-    compile: bool = False,
+    probes: str | Sequence[str] | None = None,
+    conditions: str | Sequence[str] | None = None,
     length: int | None = None,
-    probes: Sequence[str] | None = None,
-    draws: int = 2,
-    exact: int = 128,
+    redraw: bool | float = False,
     seed: int = 0,
     progress: bool | None = None,
 ) -> AuditReport:
@@ -92,32 +83,20 @@ def audit(
 
     Args:
         model: a torch module, a transformers model, or any callable from an array of token ids or of vectors to an array
-            with one row for each position. It is run unmodified; flags, buffers and random states are restored.
+            with one row for each position; a :class:`lowtri.Model` says what cannot be found out by itself: how it decodes,
+            which tensor is its answer. It is run unmodified, and everything that it keeps is put back.
         example: ids (N,) or (B, N); vectors (N, D), (B, N, D) or (B, H, N, D); or a tuple of arguments or dict of keywords.
             N should exceed the model's windows, chunks and capacities, since faults occur at their edges.
         mask: which inputs an output of the whole model may depend on; a Mask, its text, or a bool table (N, N), True = may see.
-        vocab_size: how many ids to draw from; by default from the model's embedding or config, else the ids in the example.
-        output: a function that selects the tensor with one row for each position from what the model returns; by default the
-            returned tensor itself, its `.logits`, or its first element.
-        step: a function that decodes, `step(state, x) -> (output, state)`; x is one position, ids (B,) or vectors (B, D), or
-            several, (B, n) or (B, n, D), if it takes them; the first state is None.
-        prefill: how decoding starts, if not by `step`: `prefill(x) -> (output, state)` of a prompt, (B, n) or (B, n, D).
         layers: states that the mask is that of one layer; it is widened to the inputs that this many layers can reach.
-        input: which entries of a tuple or dict example are the sequence; "decoder_input_ids" audits the decoder of an
-            encoder-decoder. Arrays with one entry for each row of the batch, such as its source, stay with their rows.
-        position_axis, batch_axis, output_axis: where positions and batch are, if that cannot be told from the shapes.
-        alone: a function that runs one document alone, for the packing probe.
-        pad_mask: the keyword that marks real positions (1 = real), for the padding probe.
-        train: True audits in training mode only, False in eval mode only; by default, every probe audits eval mode and most
-            probes also training mode.
-        redraw: audit a copy with its weights redrawn (standard deviation 0.15, or the number given), since fresh
-            initialisation hides leaks.
-        compile: also audit the model under `torch.compile`.
+        probes: which probes run, as a list or a text with commas; by default all.
+        conditions: under which conditions, as a list or a text with commas: "eval" (the example as it is), "training",
+            "code_paths" (weights returned, other implementations of attention), "longer" (a longer example), "compiled"
+            (under `torch.compile`). By default all but "compiled"; where `probes` are named, "eval" alone.
         length: the number of positions of the longer example, which is the example followed by random inputs; by default 256
             or twice the example's, fewer if the model accepts fewer. 0 omits the longer example.
-        probes: names of the probes to run; by default all.
-        draws: how many random values replace each input in turn, for each row of the batch.
-        exact: up to this number of positions, every pair is checked.
+        redraw: audit a copy with its weights redrawn (standard deviation 0.15, or the number given), since fresh
+            initialisation hides leaks.
         seed: the seed of every random draw.
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
 
@@ -126,62 +105,59 @@ def audit(
 
     Raises:
         CallError: if an argument cannot be used, or the example or the output has no clear axis of positions; the message
-            names the argument to set. If a check requested by `step`, `alone`, `pad_mask`, `compile` or `length` cannot be
-            run, the audit does not raise: it is undecided, and the report gives the reason.
+            names the argument to set. If a check requested by `step`, `alone` or `pads` of a `Model`, by
+            `conditions="compiled"` or by `length` cannot be run, the audit does not raise: it is undecided, and the report
+            gives the reason.
     """
-    arguments = dict(locals())
-    check_arguments(model, arguments)
+    adapter = as_model(model)
+    check_arguments("audit", adapter, {"layers": layers, "length": length, "redraw": redraw, "seed": seed})
     started = time.monotonic()
-    options = Options(**{name: arguments[name] for name in Options.__dataclass_fields__})
-    chosen = chosen_trials(probes, TRIALS)
-    inputs, signature = read_example(
-        example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis
-    )
+    chosen = chosen_names("probes", probes, [probe.name for probe in PROBES])
+    named = chosen_names("conditions", conditions, CONDITIONS)
+    if "compiled" in (named or ()):
+        require('audit: conditions="compiled"', "torch")
+    ran = named or ([name for name in CONDITIONS if name != "compiled"] if chosen is None else ["eval"])
+    ran += ["longer"] if length and "longer" not in ran else []
+    adapter = replace(adapter, call=redrawn(adapter.call, redraw, seed))
+    inputs, signature = read_example(example, adapter)
     _check_memory(max(inputs.n, length or 0))
-    if isinstance(mask, Mask | str):
-        check_row_lengths("audit", as_mask(mask), inputs.n)
-    system = System(redrawn(model, redraw, seed), signature, output, output_axis, bool(train), seed)
-    declared, hidden = options.declared(inputs.n, inputs.batch)
-    real = real_positions(inputs, signature.prefix, pad_mask) & ~hidden
-    findings: list[Finding] = []
-    notes: list[str] = []
-    with system.prepared():
-        pristine = None
-        if state in chosen and system.model is system.module:
-            with contextlib.suppress(Exception):  # not every model can be copied
-                pristine = copy.deepcopy(system.model)
-        ids, show = vocabulary(system, inputs, vocab_size), progress_line(progress, started)
-        context = Context(system, inputs, declared, real, options, ids, show, pristine=pristine)
-        noise = context.try_example()
-        if position_axis is None and batch_axis == "auto":
-            check_axes(system, inputs, seed)
-        mode = context.mode
-        if noise.broken is None:
-            findings, notes = run_trials(context, chosen)
-            findings, unused = require_requested(findings, TRIALS, options)
-            notes += unused
-        elif pristine is not None and not np.isnan(context.base[real]).any():
-            findings = [f for f in run_trials(context, [state])[0] if f.status == "leak"]
+    declared = DeclaredMask.read(mask, layers, inputs.n)
+    options = Options(adapter, declared, tuple(ran), length, seed)
+    show = progress_line(progress, started)
+    training = "training" in ran and "eval" not in ran
+    parts = tuple(part for part in (adapter.step, adapter.prefill, adapter.alone) if part is not None)
+    tested = ModelUnderTest(adapter.call, signature, adapter, training, seed=seed, parts=parts)
+    run = _Run(options, [probe for probe in PROBES if chosen is None or probe.name in chosen], show)
+    try:
+        with tested.prepared(inputs):
+            context = run.prepare(tested, inputs)
+            mode = context.mode if {"eval", "training"} & set(ran) else ""
+            if context.noise.broken is None:
+                run.everything(context)
+            else:
+                run.state_alone(context)
+    finally:
         show("", 0)
     leaks: dict[tuple[int, int, int], Leak] = {}  # one for each pair, from the first probe that found it
-    for leak in (leak for finding in findings for leak in finding.leaks):
+    for leak in (leak for result in run.results for leak in result.leaks):
         leaks.setdefault((leak.query, leak.key, -1 if leak.paired else leak.row), leak)
-    undecided = [f"{finding.probe}: {finding.message}" for finding in findings if finding.status == "undecided"]
+    undecided = [f"{result.title}: {result.message}" for result in run.results if result.status == "undecided"]
     text = mask if isinstance(mask, str) else f"a table of {mask.shape}" if isinstance(mask, np.ndarray) else repr(mask)
     return AuditReport(
-        model=getattr(model, "__name__", None) or type(model).__name__,
+        model=adapter.name,
         mask=text if layers is None else f"{text} x {layers} layers",
         n=inputs.n,
         batch=inputs.batch,
-        noise=noise,
-        findings=tuple(findings),
+        noise=context.noise,
+        findings=tuple(run.results),
+        measured_mask=run.measured,
         # The example's own pairs of positions come before other conditions, and pairs before lengths, pads and neighbours.
         leaks=tuple(sorted(leaks.values(), key=lambda k: (not k.direct, not k.paired, k.query, k.key))),
         allowed=np.asarray(context.allowed.any(axis=0)),
         seen=context.seen,
-        reason=noise.broken or (undecided[0] if undecided else nothing_ran(findings)),
+        reason=context.noise.broken or (undecided[0] if undecided else nothing_ran(run.results)),
         seconds=time.monotonic() - started,
-        notes=tuple(notes + _notes(context, findings)),
+        notes=tuple(run.notes + _notes(context, run.results)),
         modes=(mode,) if mode else (),
     )
 
@@ -195,19 +171,190 @@ def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
 
     Takes the arguments of `audit`; with `mask=` it asserts any other mask.
     """
+    __tracebackhide__ = True
     audit(model, example, **arguments).raise_for_leak()
 
 
-def trial_table() -> str:
-    """The trials as the Markdown table of docs/audit.md."""
+def probe_table() -> str:
+    """The probes and the conditions as the Markdown tables of docs/audit.md."""
     lines = ["| probe | what it does | what it finds | what it needs |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {t.name} | {t.does} | {t.finds} | {t.needs} |" for t in TRIALS)])
+    lines += [f"| {p.name} | {p.does} | {p.finds} | {p.needs} |" for p in PROBES]
+    lines += ["", "| condition | what it is | what it finds | probes |", "|---|---|---|---|"]
+    lines += ["| eval | the example as it is | leaks that are always there | all |"]
+    lines += [f"| {k.name} | {k.does} | {k.finds} | {', '.join(p.name for p in k.probes)} |" for k in KINDS]
+    return "\n".join(lines)
 
 
-def _notes(context: Context, findings: Sequence[Finding]) -> list[str]:
+class _Run:
+    """The product of probes and conditions for one audit, and what it found."""
+
+    def __init__(self, options: Options, probes: list[Probe], show: Callable[[str, int], None]) -> None:
+        self.options, self.probes, self.show = options, probes, show
+        self.results: list[ProbeResult] = []
+        self.notes: list[str] = []
+        self.measured = ""  # the model's mask in words
+
+    def prepare(self, tested: ModelUnderTest, inputs: Inputs) -> Context:
+        """What the probes work on: the example's pads, positions and documents, read off it and the mask."""
+        adapter, mask, seed = self.options.adapter, self.options.mask, self.options.seed
+        prefix_ = tested.signature.prefix
+        real = real_positions(inputs, prefix_, adapter.pads) & ~mask.pads(inputs.n)
+        fresh_copy = None
+        if state in self.probes and tested.model is tested.module:
+            with contextlib.suppress(Exception):  # not every model can be copied
+                fresh_copy = copy.deepcopy(tested.model)
+        table = mask.pairs(inputs.n, inputs.batch)
+        ids = vocabulary(tested, inputs)
+        context = Context(tested, inputs, table, real, self.options, ids, self.show, fresh_copy=fresh_copy)
+        noise = context.try_example()
+        if context.base.shape[-1] > WIDE and context.base.dtype.kind == "f" and np.isfinite(context.base).all():
+            context = replace(context, tested=replace(tested, narrow=True))
+            noise = context.try_example()
+        if adapter.axes is None:
+            check_axes(tested, inputs, seed)
+        if context.is_large:
+            context = replace(context, chosen=tuple(context.sample(FEW)))
+        if noise.broken is None:
+            context = self._with_constants(context)
+            context = self._from_own_positions(context, own_positions(inputs, real, f"{prefix_}position_ids"))
+            token = separator(context)
+            if token is not None:
+                context = replace(context, separator=token)
+                self.notes.append(f"documents end at token {token}: it is neither changed nor drawn")
+        return context
+
+    def everything(self, context: Context) -> None:
+        """Every probe under every condition."""
+        ran, options = self.options.conditions, self.options
+        if {"eval", "training"} & set(ran):
+            first, rest = [p for p in self.probes if p is state], [p for p in self.probes if p is not state]
+            self._add(run_probes(context, first))
+            if any(result.leaks for result in self.results):
+                # Other probes must not take for a leak what an earlier call left behind.
+                context = replace(context, tested=replace(context.tested, restoring=True))
+            last = [probe for probe in rest if probe in (poison, sensitivity)]
+            self._add(run_probes(context, [probe for probe in rest if probe not in last]))
+            if context.depends is not None and context.n <= _DESCRIBED:
+                with contextlib.suppress(Exception):  # attention that cannot be read, say
+                    inferred = described_mask(context, context.depends)
+                    self.measured = "" if inferred is None else inferred.line
+        else:
+            last = []
+        for kind in KINDS:
+            if kind.name not in ran or (kind.name == "training" and "eval" not in ran):
+                continue
+            if any(r.status == "leak" and not r.condition and r.probe in kind.skipped_after for r in self.results):
+                why = "not tried, since the model leaks without it"
+                self.results.append(ProbeResult("skipped", why, condition=kind.name))
+                continue
+            self._add(kind.run(context, self.probes))
+        self._add(run_probes(context, last))
+        results, unused = require_requested(self.results, PROBES, vars(options.adapter))
+        self.results = results
+        self.notes += unused
+        self._require_conditions()
+        if state in self.probes and context.fresh_copy is not None and not any(r.leaks for r in self.results):
+            after = state_after(context)
+            self.results = [r if after is None or r.probe != "state" else after for r in self.results]
+        self._advise(context)
+
+    def state_alone(self, context: Context) -> None:
+        """A model that does not repeat itself may do so by what it keeps between calls."""
+        if context.fresh_copy is not None and not np.isnan(context.base[context.real]).any():
+            self.results = [r for r in run_probes(context, [state])[0] if r.status == "leak"]
+
+    def _add(self, found: tuple[list[ProbeResult], list[str]]) -> None:
+        self.results += found[0]
+        self.notes += found[1]
+
+    def _require_conditions(self) -> None:
+        """A condition that an argument requests and that did not run is undecided, never passed over."""
+        length, ran = self.options.length, self.options.conditions
+        reasons = {}
+        if length:
+            reasons["longer"] = too_short(self.results, length)
+        if "compiled" in ran and not any(r.condition == "compiled" and r.probe for r in self.results):
+            skipped = (r.message for r in self.results if r.condition == "compiled")
+            reasons["compiled"] = next(skipped, "probes= leaves out what runs there")
+        argument = {"longer": "length=", "compiled": 'conditions="compiled"'}
+        for name, reason in reasons.items():
+            if reason is None:
+                continue
+            message = f"{argument[name]} was requested and did not run: {reason}"
+            self.results = [r for r in self.results if r.condition != name or r.probe or r.status != "skipped"]
+            self.results.append(ProbeResult("undecided", message, condition=name))
+
+    def _with_constants(self, context: Context) -> Context:
+        """An array (B,) that the model does not take row by row is a constant."""
+        inputs, tested = context.inputs, context.tested
+        vectors = {key: value for key, value in inputs.per_row.items() if _is_vector(value)}
+        if not vectors:
+            return context
+        others = replace(inputs, per_row={k: v for k, v in inputs.per_row.items() if k not in vectors})
+        constants = {**tested.signature.constants, **vectors}
+        fixed = replace(tested, signature=replace(tested.signature, constants=constants))
+        some = [0] if inputs.batch > 1 else [0, 0]
+        try:
+            tested(inputs.rows(some))
+        except Exception:
+            with contextlib.suppress(Exception):
+                fixed(others.rows(some))
+                return replace(context, tested=fixed, inputs=others)
+        return context
+
+    def _from_own_positions(self, context: Context, positions: Any) -> Context:
+        """Where rows begin later, a mask of chunks, say, may be meant from the first column or from each row's first token.
+
+        The reading that agrees with the model is taken.
+        """
+        mask, inputs = self.options.mask, context.inputs
+        if positions is None or mask.is_relative:
+            return context
+        own = mask.pairs(context.n, inputs.batch, positions)
+        if (own == context.declared)[
+            np.broadcast_to(context.real[:, None] & context.real[:, :, None], own.shape)
+        ].all():
+            return context
+        readings = [context, replace(context, declared=own)]
+        wrong = [0, 0]
+        fresh = context.fresh(0)
+        for key in range(context.n):
+            where = np.arange(context.n) == key
+            after = context.run(inputs.change(where, fresh)).output
+            for number, reading in enumerate(readings):
+                moved = context.compare(after, reading.independent_of(where), same_order=True)
+                wrong[number] += int((moved.sizes > 0).sum())
+        if wrong[0] == 0 or wrong[1] >= wrong[0]:
+            return context
+        self.notes.append("the mask is read from each row's first token, as the model counts its positions")
+        return readings[1]
+
+    def _advise(self, context: Context) -> None:
+        """Say that transformers keeps documents apart only without a cache."""
+        leaks = any(result.leaks for result in self.results)
+        if not leaks or not is_packed(context) or "use_cache" in context.inputs.settings:
+            return
+        if "use_cache" in context.tested.signature.constants or not context.tested.accepts("use_cache"):
+            return
+        without = context.inputs.having({"use_cache": False})
+        with contextlib.suppress(Exception):
+            apart = context.compare(context.tested(without), ~context.ignored)
+            if apart.status == "leak":
+                self.notes.append(
+                    "with use_cache=False the outputs are others: transformers reads documents off position_ids only where "
+                    "no cache is kept; pass use_cache=False, in training too"
+                )
+
+
+def _is_vector(value: Any) -> bool:
+    array = maybe_array(value)
+    return isinstance(value, list) or (array is not None and array.ndim == 1)
+
+
+def _notes(context: Context, findings: Sequence[ProbeResult]) -> list[str]:
     notes = []
-    longest = max([context.n, *(finding.measured.get("length", 0) for finding in findings)])
-    config = getattr(context.system.model, "config", None)
+    longest = max([context.n, *(result.length or 0 for result in findings)])
+    config = getattr(context.tested.model, "config", None)
     for name in ("sliding_window", "attention_chunk_size", "chunk_size"):
         size = getattr(config, name, None)
         if isinstance(size, int) and size >= longest and not isinstance(size, bool):
@@ -216,44 +363,13 @@ def _notes(context: Context, findings: Sequence[Finding]) -> list[str]:
             )
     if context.noise.random:
         notes.append("the model draws random numbers; every call started from the same seed")
-    if context.options.layers is not None:
-        notes.append(f"the mask is one layer's, widened to what {context.options.layers} layers reach")
+    if context.options.mask.layers is not None:
+        notes.append(f"the mask is one layer's, widened to what {context.options.mask.layers} layers reach")
+    if context.tested.narrow:
+        notes.append("wide outputs are compared in 16 sums with random signs; sizes are those of the sums")
+    if context.is_large:
+        notes.append(f"calls are expensive: {len(context.queries())} queries of {context.n} stand for all")
     return notes
-
-
-def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise CallError, with its name, for an argument of `audit` or `infer_mask` that cannot be used."""
-    if isinstance(model, type):
-        raise CallError(f"audit: model is the class {model.__name__}.\nFix: make one of it, {model.__name__}(...).")
-    if not callable(model):
-        kind = f"the text {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
-        raise CallError(
-            f"audit: model is {kind}, expected a module or a function.\nFix: load or build the model first."
-        )
-    module = module_behind(model)
-    tensors = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
-    empty = next((name for name, value in tensors if value.is_meta), None)
-    if empty is not None:
-        raise CallError(
-            f"audit: {empty} of the model is on the device meta, which stores no values.\n"
-            "Fix: load its weights, or make it with .to_empty(device='cpu') and initialise it."
-        )
-    for names, fits, expected in _EXPECTED:
-        for name in names.split():
-            value = arguments.get(name)
-            if name in arguments and not fits(value) and (value is not None or not expected.endswith("None")):
-                raise CallError(f"audit: {name}={shown(value)}, expected {expected}.")
-    for name in ("redraw", "compile"):
-        if arguments.get(name):
-            require(f"audit: {name}=", "torch")
-    if arguments.get("prefill") is not None and arguments.get("step") is None:
-        raise CallError("audit: prefill= was given without step=.\nFix: say how decoding continues, step(state, x).")
-    takes, mark = parameters(model), arguments.get("pad_mask")
-    if mark is not None and takes and mark not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-        raise CallError(
-            f"audit: pad_mask={mark!r}, but the model takes ({', '.join(takes)}).\n"
-            "Fix: name the one that marks real positions."
-        )
 
 
 def _check_memory(n: int) -> None:
@@ -265,63 +381,6 @@ def _check_memory(n: int) -> None:
             f"audit: {n:,} positions have {float(n) ** 2:,.0f} pairs, more than this machine's memory can represent.\n"
             "Fix: a shorter example, or a smaller length= (--length)."
         ) from None
-
-
-def _whole(least: float, most: float = math.inf) -> Callable[[Any], bool]:
-    def is_one(value: Any) -> bool:
-        try:
-            return not isinstance(value, bool) and least <= operator.index(value) <= most
-        except TypeError:  # no whole number, or an array of several
-            return False
-
-    return is_one
-
-
-_MOST_IDS = 2**24  # they are drawn from a list of all of them: 128 MB
-
-
-# Arguments, what their values must be, and how an error says so; those that end with None may be None.
-_EXPECTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("output step prefill alone", callable, "something to call, or None"),
-    ("exact seed", _whole(0), "a whole number of at least 0"),
-    ("draws", _whole(1), "a whole number of at least 1"),
-    ("vocab_size", _whole(2, _MOST_IDS), "a whole number between 2 and 2**24, or None"),
-    ("layers", _whole(1), "a whole number of at least 1, or None"),
-    ("length", _whole(0), "a whole number, 0 for no longer example, or None"),
-    ("position_axis output_axis", _whole(-math.inf), "the number of an axis, or None"),
-    (
-        "batch_axis",
-        lambda value: value == "auto" if isinstance(value, str) else _whole(-math.inf)(value),
-        'the number of an axis, "auto" or None',
-    ),
-    ("train", lambda value: isinstance(value, bool), "True, False (eval mode alone) or None"),
-    ("compile", lambda value: isinstance(value, bool), "True or False"),
-    ("pad_mask", lambda value: isinstance(value, str) and value != "", "the name of a keyword of the model's, or None"),
-    ("probes", lambda value: isinstance(value, (str, list, tuple, set)), "a list of names, or None"),
-    (
-        "redraw",
-        lambda value: isinstance(value, (bool, int, float)) and 0 <= value < math.inf,
-        "True, False or a standard deviation above 0",
-    ),
-)
-
-
-def redrawn(model: Any, redraw: bool | float, seed: int) -> Any:
-    """A copy whose matrices are drawn anew; vectors (norms, biases) stay. The model itself where `redraw` is false."""
-    if not redraw:
-        return model
-    import torch
-
-    if not isinstance(model, torch.nn.Module):
-        raise CallError(f"audit: redraw= needs a torch module, got {type(model).__name__}.\nFix: drop redraw=.")
-    redrawn_copy = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in redrawn_copy.parameters():
-            if parameter.dim() >= 2 and parameter.is_floating_point():
-                fresh = torch.randn(parameter.shape, generator=generator) * (0.15 if redraw is True else float(redraw))
-                parameter.copy_(fresh.to(parameter))
-    return redrawn_copy
 
 
 def progress_line(requested: bool | None, started: float) -> Callable[[str, int], None]:

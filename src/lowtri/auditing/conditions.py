@@ -1,130 +1,119 @@
-"""An audit's trials under other conditions: other code paths, training mode, and a longer example."""
+"""Conditions: what probes run under besides the example as it is. Other code paths, training mode, a longer example, the compiler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lowtri.auditing.context import Condition, Context, describe_difference
-from lowtri.auditing.system import Array, Bools, Inputs, first_line
-from lowtri.auditing.trial import Finding, Skipped, Trial, run_trials, trial
-from lowtri.auditing.trials import batch, change, gradient, packing, pad, pad_keyword, padding, prefix
+from lowtri.auditing.context import FEW, Condition, Context, describe_difference
+from lowtri.auditing.example import Array, Bools, Inputs, first_line
+from lowtri.auditing.neighbours import batch, packing
+from lowtri.auditing.pads import pad, pad_keyword, padding, source
+from lowtri.auditing.probe import Probe, ProbeResult, Skipped, run_probes
+from lowtri.auditing.probes import change, gradient, prefix
 from lowtri.compat.transformers_private import attention_name
-from lowtri.errors import CallError
+from lowtri.errors import CallError, LowtriError, MaskError
 
 _KEYWORDS = ("output_attentions", "output_hidden_states", "return_weights", "need_weights", "return_attention")
-_TRAINING = "training mode"
 _SAME = "its outputs equal eval mode's bit for bit: for 4 inputs, in float64 too, and for shorter and padded ones"
 _LENGTH = 256
 _LIMITS = "max_position_embeddings n_positions max_sequence_length max_seq_len block_size context_length"
 
 
-def _under(
-    contexts: Iterable[Context],
-    trials: Sequence[Trial],
-    clean: str,
-    *,
-    without: Context | None = None,
-    first: bool = False,
-) -> Finding:
-    """Run the trials under each context's condition, and make one finding of them all.
+class Settled(Exception):
+    """Raised where a condition is known to add nothing, with the reason."""
 
-    A condition that fails, or under which the model does not repeat itself, is refused.
 
-    Args:
-        clean: the message where no leak was found, with `{conditions}` and `{trials}` for those that ran.
-        without: the context without the conditions, where the answers have to be equal; else the finding is a warning.
-        first: whether to run nothing after the first leak.
-    """
-    tried, refused, differ = dict[str, list[str]](), dict[str, str](), dict[str, float]()
-    findings: list[Finding] = []
-    if without is not None:
-        without.base  # noqa: B018 (measured before anything is set)
-    for context in contexts:
-        condition = context.condition
-        name = condition.added or (_TRAINING if condition.training else context.mode or "as it is")
+@dataclass(frozen=True)
+class ConditionKind:
+    """One kind of condition: its contexts, and the probes that run in each."""
+
+    name: str
+    does: str
+    finds: str
+    probes: tuple[Probe, ...]
+    contexts: Callable[[Context], Iterable[Context]]  # raises Skipped or Settled, with the reason
+    # A model that leaks does so under most other conditions, too: to try them costs as much again and adds nothing.
+    skipped_after: tuple[str, ...] = ()
+    same_outputs: bool = False  # as without the condition; others are a warning
+    first: bool = False  # whether nothing is run after the first leak
+    optional: bool = False  # run only where it is asked for
+
+    def run(self, context: Context, chosen: Sequence[Probe]) -> tuple[list[ProbeResult], list[str]]:
+        """One result for each condition of this kind and each probe, and notes."""
+        results, notes = list[ProbeResult](), list[str]()
+        probes = [probe for probe in self.probes if probe in chosen]
         try:
-            with context.applied():
-                if context.noise.broken is not None:
-                    refused[name] = context.noise.broken
-                    continue
-                if without is not None and context.base.shape == without.base.shape:
-                    difference = without.compare(context.base, ~without.ignored)
-                    differ |= {name: difference.greatest} if difference.status == "leak" else {}
-                # The backward pass of a compiled model would be compiled as well, which takes minutes.
-                some, _ = run_trials(context, trials[:1] if condition.compiled else trials, first=first)
+            for under in self.contexts(context) if probes else ():
+                some, more = self._run_in(under, context, probes)
+                results += some
+                notes += more
+                if self.first and any(result.leaks for result in some):
+                    break
+        except Settled as settled:
+            mode = "training mode" if self.name == "training" else ""
+            results.append(ProbeResult("clean", str(settled), condition=self.name, mode=mode))
+        except Skipped as skipped:
+            results.append(ProbeResult("skipped", str(skipped), (), skipped.measured, condition=self.name))
+        return results, notes
+
+    def _run_in(self, under: Context, context: Context, probes: Sequence[Probe]) -> tuple[list[ProbeResult], list[str]]:
+        """The results under one condition; one without a probe where it is refused, or where other outputs show it."""
+        words, results = under.condition.words, list[ProbeResult]()
+
+        def said(status: str, message: str) -> ProbeResult:
+            return ProbeResult(status, message, condition=self.name, words=words)  # type: ignore[arg-type]
+
+        if self.same_outputs:
+            context.base  # noqa: B018 (measured before anything is set)
+        try:
+            with under.applied():
+                if under.noise.broken is not None:
+                    return [said("skipped", under.noise.broken)], []
+                if self.same_outputs and under.base.shape == context.base.shape:
+                    difference = context.compare(under.base, ~context.ignored)
+                    if difference.status == "leak":
+                        message = f"other outputs {words}, {describe_difference(difference.greatest, '')}"
+                        results.append(said("warning", message))
+                some, notes = run_probes(under, probes, first=self.first)
         except Exception as error:
-            differ.pop(name, None)
-            refused[name] = first_line(error)
-            continue
-        tried[name] = [finding.probe for finding in some if finding.status not in ("skipped", "undecided")]
-        findings += some
-        if first and any(finding.leaks for finding in some):
-            break
-    measured = {"tried": tried, "refused": refused, "differ": differ}
-    leaks = tuple(leak for finding in findings for leak in finding.leaks)
-    undecided = next((finding for finding in findings if finding.status == "undecided"), None)
-    if leaks:
-        return Finding("leak", leaks[0].what, leaks, measured)
-    if undecided is not None:
-        message = f"{undecided.condition}, {undecided.probe}: {undecided.message}"
-        return Finding("undecided", message, (), measured)
-    if differ:
-        text = "; ".join(f"{name}, {describe_difference(size, '')}" for name, size in differ.items())
-        return Finding("warning", f"other outputs with {text}", (), measured)
-    if not tried:
-        return Finding("skipped", next(iter(refused.values()), "no other code path is known"), (), measured)
-    message = clean.format(conditions=", ".join(tried), trials=", ".join(next(iter(tried.values()))))
-    return Finding("clean", message + "".join(f"; not tried: {n} ({why})" for n, why in refused.items()), (), measured)
+            if isinstance(error, LowtriError) and not isinstance(error, CallError):
+                raise
+            return [said("skipped", first_line(error).removeprefix("audit: "))], []
+        return results + some, notes
 
 
-def _not_compiled(finding: Finding, value: object) -> str | None:
-    return None if finding.status == "leak" else finding.measured.get("refused", {}).get("torch.compile")
-
-
-@trial(
-    "code_paths",
-    "runs change and gradient with weights or hidden states returned, other attention implementations, `compile=True`",
-    "code paths that do not apply the mask",
-    argument="compile",
-    not_run=_not_compiled,
-)
-def code_paths(context: Context) -> Finding:
-    """Each must respect the mask; one that does and has another output is a warning."""
-    model = context.system.model
+def _code_paths(context: Context) -> Iterator[Context]:
+    """Other outputs asked for, and other implementations of attention."""
+    model = context.tested.model
+    named = any(part.__module__.split(".")[0] == "transformers" for part in type(model).__mro__)
     paths = [
         Condition(keyword=(name, value))
         for name in _KEYWORDS
-        if context.system.accepts(name) or (name.startswith("output_") and hasattr(model, "config"))
+        if context.tested.accepts(name) or (name.startswith("output_") and named)
         for value in ((True, False) if name == "need_weights" else (True,))
     ]
     if hasattr(model, "set_attn_implementation"):
         paths += [Condition(attention=name) for name in ("eager", "sdpa") if name != attention_name(model)]
-    if context.options.compile:
-        paths.append(Condition(compiled=True))
-    return _under(map(context.under, paths), (change, gradient), "no leak ({conditions})", without=context)
+    if not paths:
+        raise Skipped("no other code path is known")
+    chosen = tuple(context.chosen or context.sample(FEW))
+    for path in paths:
+        yield replace(context.under(replace(path, name="code_paths")), chosen=chosen)
 
 
-@trial(
-    "training",
-    "runs change, gradient, prefix, batch, padding and packing in training mode",
-    "leaks that occur in training mode only",
-    needs="a training mode",
-    skipped_after=("change", "gradient", "prefix"),
-)
-def training(context: Context) -> Finding:
-    """Every trial that does not decode, in training mode, as sensitive as in eval mode."""
-    if context.options.train is False:
-        raise Skipped("train=False leaves it out")
+def _compiled(context: Context) -> Iterator[Context]:
+    yield context.under(Condition(name="compiled", compiled=True))
+
+
+def _training(context: Context) -> Iterator[Context]:
     if context.mode != "eval mode":
         raise Skipped("the whole audit is in training mode" if context.mode else "the model has no training mode")
     if _same_in_training(context):
-        return Finding("clean", _SAME, (), {"tried": {_TRAINING: ["answers"]}}, mode=_TRAINING)
-    trials = (change, gradient, prefix, batch, padding, packing)
-    finding = _under([_in_training(context)], trials, "no leak ({trials})")
-    return replace(finding, mode=_TRAINING if finding.measured["tried"] else "")
+        raise Settled(_SAME)
+    yield _in_training(replace(context, condition=Condition(name="training")))
 
 
 def _in_training(context: Context) -> Context:
@@ -136,27 +125,27 @@ def _same_in_training(context: Context) -> bool:
 
     Rounding cannot hide a leak of training mode alone from both precisions: what is left is below 1e-16 of the answer.
     """
-    if context.system.module is not context.system.model:
+    if context.tested.module is not context.tested.model:
         return False  # no float64 copy of what a function closes over
     inputs, n = context.inputs, context.n
     same = [inputs, context.fresh(700), context.fresh(701, "extreme"), context.repeated_token(n - 1)]
     other = [inputs.span(0, t) for t in context.shorter() if t < n] + [inputs.span(n // 2, n)]
-    other += [inputs.rows([0])] if context.system.signature.batch_axis is not None else []
+    other += [inputs.rows([0])] if context.tested.signature.batch_axis is not None else []
     keyword = pad_keyword(context)
     try:
         other += [pad(context, keyword, left, right, 702) for left, right in ((0, 3), (2, 5))] if keyword else []
-        copy64 = replace(context, system=context.system.in_float64())
-        return _alike(context, [*same, *other]) and _alike(copy64, same)
+        copy64 = replace(context, tested=context.tested.in_float64())
+        return _same_in_both_modes(context, [*same, *other]) and _same_in_both_modes(copy64, same)
     except Exception:
         return False
 
 
-def _alike(context: Context, examples: list[Inputs]) -> bool:
+def _same_in_both_modes(context: Context, examples: list[Inputs]) -> bool:
     """Whether both modes give the same bits, or refuse an example with the same type of error."""
 
     def answer(mode: Context, inputs: Inputs) -> Array:
         try:
-            return mode.system(inputs)
+            return mode.tested(inputs)
         except Exception as error:
             return np.array(str(type(error)))
 
@@ -169,28 +158,13 @@ def _alike(context: Context, examples: list[Inputs]) -> bool:
     )
 
 
-def _too_short(finding: Finding, length: int) -> str | None:
-    tried = finding.measured.get("length", -1)
-    if finding.status == "leak" or tried >= length:
-        return None
-    return finding.message if tried < 0 else f"the model takes no more than {tried} positions"
-
-
-@trial(
-    "longer",
-    "runs change, gradient and prefix at chosen positions of a longer example (`length=`), in eval and training mode",
-    "leaks that begin past the end of the example",
-    skipped_after=("change", "gradient", "prefix", "training"),
-    argument="length",
-    not_run=_too_short,
-)
-def longer(context: Context) -> Finding:
+def _longer(context: Context) -> Iterator[Context]:
     """The example's first row with random inputs behind it, at chosen positions, in eval and in training mode.
 
     Its length is `length=`, else 256 or twice the example's, less where the model takes less.
     """
     requested, n = context.options.length, context.n
-    config = getattr(context.system.module, "config", None)
+    config = getattr(context.tested.module, "config", None)
     limits = [getattr(config, name, None) for name in _LIMITS.split()]
     sizes = [size for size in limits if isinstance(size, int) and size > 1]
     wanted = min([max(_LENGTH, 2 * n), *sizes]) if requested is None else requested
@@ -198,37 +172,32 @@ def longer(context: Context) -> Finding:
         size = wanted if requested is None else f"length={requested}"
         why = f"{size} is no longer than the example's {n} positions" if requested != 0 else "length=0 leaves it out"
         raise Skipped(why, {"length": n})
-    device = getattr(context.system.signature.device, "type", "cpu")
+    device = getattr(context.tested.signature.device, "type", "cpu")
     if requested is None and not sizes and device != "cpu":
         # An index beyond a table of positions is no error to catch there: it ends every later call, too.
         raise Skipped(f"how many positions the model takes on {device} is not known (say length=)")
     try:
         longest, why = _longest(context, wanted)
-    except CallError as error:
-        raise Skipped(str(error).removeprefix("audit: ")) from None
+    except (CallError, MaskError) as error:
+        raise Skipped(str(error).splitlines()[0].removeprefix("audit: ")) from None
     if longest is None:
         raise Skipped(f"the model takes no longer example: {why}")
-    length = longest.n
-    clean = f"no leak at {length} positions ({len(longest.chosen or ())} of them measured, {{conditions}})"
-    finding = _under(_modes(longest), (change, gradient, prefix), clean, first=True)
-    if finding.status == "undecided" and requested is None:
-        # The caller did not request it: numbers near the noise there leave the verdict on the example as it is.
-        message = f"at {length} positions the differences are too near the noise to decide: {finding.message}"
-        raise Skipped(f"{message} (length={length} makes it part of the verdict)")
-    tried = bool(finding.measured["tried"])
-    return replace(
-        finding,
-        message=finding.message + (f"; {wanted} were not taken: {why}" if why and finding.status == "clean" else ""),
-        measured={**finding.measured, "length": length if tried else -1},
-        length=length if tried else None,
-    )
-
-
-def _modes(longest: Context) -> Iterator[Context]:
-    longest = longest.under(Condition(length=longest.n))
+    longest = longest.under(Condition(name="longer", length=longest.n))
     yield longest
-    if longest.mode == "eval mode" and longest.options.train is None and not _same_in_training(longest):
+    if longest.mode == "eval mode" and "training" in longest.options.conditions and not _same_in_training(longest):
         yield _in_training(longest)
+
+
+def too_short(results: Sequence[ProbeResult], length: int) -> str | None:
+    """Why the longer example is not as long as `length=` requests; None where it is, or where it leaks."""
+    ran = [result for result in results if result.condition == "longer"]
+    if any(result.status == "leak" for result in ran):
+        return None
+    tried = max((result.length or result.measured.get("length", -1) for result in ran), default=-1)
+    if tried >= length:
+        return None
+    skipped = next((result.message for result in ran if result.status == "skipped"), "conditions= leaves it out")
+    return skipped if tried < 0 else f"the model takes no more than {tried} positions"
 
 
 def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
@@ -238,7 +207,7 @@ def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
     def tried(length: int) -> Context | None:
         longer = extended(context, length)
         try:
-            longer.system(longer.inputs)
+            longer.tested(longer.inputs)
         except Exception as error:
             reasons.append(first_line(error))
             return None
@@ -264,8 +233,9 @@ def extended(context: Context, length: int) -> Context:
     if marks is not None and marks.ndim == 2 and not context.real[0].all() and context.real[0].any():
         inputs = inputs.at(np.flatnonzero(context.real[0]))
     n = inputs.n
-    declared = context.options.declared(length, context.inputs.batch)[0][:1]
-    before = context.declared[0][:n, :n]
+    declared = context.options.mask.pairs(length, context.inputs.batch)[:1]
+    before = context.options.mask.pairs(context.n, context.inputs.batch)[0][:n, :n]
+    inputs = inputs.with_lengths(lambda lengths: np.full_like(lengths, length))
     settings = {key: _continued(value, before, length, declared[0]) for key, value in inputs.settings.items()}
     repeated = tuple(np.concatenate([a, np.repeat(a[:, -1:], length - n, axis=1)], axis=1) for a in inputs.sequences)
     inputs = replace(inputs, sequences=repeated, settings=settings)
@@ -298,3 +268,40 @@ def _continued(value: Array, before: Bools, length: int, allowed: Bools) -> Arra
         if np.array_equal(np.take(continued, np.arange(n), axis), value):
             return continued
     raise CallError("audit: other inputs follow the positions, and how they go on is not known")
+
+
+KINDS: tuple[ConditionKind, ...] = (  # in the order in which they run
+    ConditionKind(
+        "code_paths",
+        "weights or hidden states returned, other attention implementations",
+        "code paths that do not apply the mask",
+        (change, gradient),
+        _code_paths,
+        same_outputs=True,
+    ),
+    ConditionKind(
+        "training",
+        "training mode",
+        "leaks that occur in training mode only",
+        (change, gradient, prefix, batch, padding, source, packing),
+        _training,
+        skipped_after=("change", "gradient", "prefix"),
+    ),
+    ConditionKind(
+        "longer",
+        "chosen positions of a longer example (`length=`), in each mode",
+        "leaks that begin past the end of the example",
+        (change, gradient, prefix),
+        _longer,
+        skipped_after=("change", "gradient", "prefix"),
+        first=True,
+    ),
+    ConditionKind(
+        "compiled",
+        "`torch.compile`; only where it is asked for",
+        "leaks that the compiler makes",
+        (change,),  # the backward pass would be compiled as well, which takes minutes
+        _compiled,
+        optional=True,
+    ),
+)

@@ -1,4 +1,4 @@
-"""What trials work on: a system under one condition, its inputs, the pairs that the mask allows, runs, the noise, and random inputs.
+"""What probes work on: a model under one condition, its inputs, the pairs that the mask allows, runs, the noise, and random inputs.
 
 Noise is how far outputs move when nothing relevant changes: the same input twice, and the same input with its sums in another order
 (the batch reversed, or one row alone). Rounding errors grow with the magnitude of the numbers, so thresholds are multiples of one
@@ -8,6 +8,7 @@ rounding error at that magnitude.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import sys
@@ -18,17 +19,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.system import (
-    Array,
-    Bools,
-    Inputs,
-    Rows,
-    System,
-    first_line,
-    in_mode,
-)
+from lowtri.auditing.adapter import Model
+from lowtri.auditing.declared import DeclaredMask
+from lowtri.auditing.example import Array, Bools, Inputs, Rows, first_line
+from lowtri.auditing.model_under_test import ModelUnderTest
+from lowtri.auditing.restoring import in_mode
 from lowtri.compat.transformers_private import attention_name
-from lowtri.errors import CallError, LowtriError, MaskError
+from lowtri.errors import CallError, LowtriError
 
 Sizes = npt.NDArray[np.float64]
 Kind = Literal["clean", "doubt", "leak"]
@@ -36,12 +33,16 @@ Kind = Literal["clean", "doubt", "leak"]
 # In roundings of the output's precision at the output's magnitude. Between the two a finding is in doubt.
 _SURE = 2.0**10
 _ROUNDING = 2.0**4
+_EXACT = 128  # up to so many positions, every pair is looked at
 _LONG = 48  # positions looked at when the input is too long for all of them
+_LARGE = 2**32  # parameters times tokens of a call, from which on some queries stand for all
+FEW = 12  # queries looked at there, and on other code paths
+DRAWS = 2  # random values that replace each input in turn, for each row of the batch
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What was measured before the trials ran."""
+    """What was measured before the probes ran."""
 
     eps: float  # one rounding, relative
     repeat: float  # the greatest movement between two runs on the same input
@@ -122,14 +123,19 @@ def compare(
     return Difference(sizes, _magnitude(before, after), noise, same_order, moved)
 
 
-def measure_noise(system: System, inputs: Inputs, ignored: Bools) -> Noise:
+def measured_mask_threshold(noise: Noise) -> float:
+    """How far an output moves that depends on an input: beyond rounding, and beyond the noise."""
+    return max(64 * noise.eps * noise.magnitude, 4 * noise.repeat, 4 * noise.reorder)
+
+
+def measure_noise(tested: ModelUnderTest, inputs: Inputs, ignored: Bools) -> Noise:
     """Run the same input several times, in several orders and under two seeds.
 
     `ignored`, (B, N), marks positions whose own output means nothing.
     """
-    first = system(inputs)
+    first = tested(inputs)
     floats = first.dtype.kind == "f"
-    eps, scale = _eps(system, first), _magnitude(np.where(ignored[..., None], 0, first))
+    eps, scale = _eps(tested, first), _magnitude(np.where(ignored[..., None], 0, first))
     nan = np.isnan(first).any(axis=-1) & ~ignored
     if nan.any():
         row, position = np.argwhere(nan)[0]
@@ -142,12 +148,12 @@ def measure_noise(system: System, inputs: Inputs, ignored: Bools) -> Noise:
     def apart(rows: Rows) -> float:
         return float(np.nan_to_num(np.where(ignored, 0, movement(first, rows)), nan=np.inf).max())
 
-    repeat = max(apart(system(inputs)) for _ in range(3))
-    reseeded = apart(system(inputs, seed=system.seed + 1))
+    repeat = max(apart(tested(inputs)) for _ in range(3))
+    reseeded = apart(tested(inputs, seed=tested.seed + 1))
     broken = None
     if repeat > (_SURE * eps * scale if floats else 0):
         broken = f"the same input gives different outputs from run to run ({describe_difference(repeat)}, seeds fixed)"
-    reorder = _reorder(system, inputs, first, ignored, eps * scale) if floats else 0.0
+    reorder = _reorder(tested, inputs, first, ignored, eps * scale) if floats else 0.0
     return Noise(eps, repeat, reorder, scale, reseeded > repeat, broken)
 
 
@@ -165,14 +171,14 @@ def _magnitude(*answers: Rows) -> float:
     return max(float(np.abs(rows[np.isfinite(rows)]).max(initial=0.0)) for rows in answers)
 
 
-def _eps(system: System, rows: Rows) -> float:
+def _eps(tested: ModelUnderTest, rows: Rows) -> float:
     """One relative rounding in the precision of the model's answer."""
     if rows.dtype.kind != "f":
         return 0.0
-    kinds: list[Any] = [p.dtype for p in system.module.parameters()] if system.module is not None else []
+    kinds: list[Any] = [p.dtype for p in tested.module.parameters()] if tested.module is not None else []
     kinds = [kind for kind in kinds if kind.is_floating_point]
-    kinds = kinds or [kind for kind in system.signature.dtypes if "float" in str(kind)][:1]  # of NumPy or of torch
-    if system.signature.float64:
+    kinds = kinds or [kind for kind in tested.signature.dtypes if "float" in str(kind)][:1]  # of NumPy or of torch
+    if tested.signature.float64:
         kinds = [np.dtype(np.float64)]
     if not kinds:
         # Token ids into a plain callable: its answer is exact in float32 if it was computed there.
@@ -181,13 +187,13 @@ def _eps(system: System, rows: Rows) -> float:
     return max(float((np if isinstance(kind, np.dtype) else sys.modules["torch"]).finfo(kind).eps) for kind in kinds)
 
 
-def _reorder(system: System, inputs: Inputs, first: Rows, ignored: Bools, rounding: float) -> float:
+def _reorder(tested: ModelUnderTest, inputs: Inputs, first: Rows, ignored: Bools, rounding: float) -> float:
     """How far outputs move with the batch reversed, and in a batch of one."""
-    if system.signature.batch_axis is None:
+    if tested.signature.batch_axis is None:
         return 0.0
     try:
         with np.errstate(all="ignore"):
-            others = system(inputs.rows(range(inputs.batch - 1, -1, -1)))[::-1], system(inputs.rows([0]))
+            others = tested(inputs.rows(range(inputs.batch - 1, -1, -1)))[::-1], tested(inputs.rows([0]))
     except Exception:
         return 0.0  # a model with a fixed batch size; the batch probe reports it
     greatest = 0.0
@@ -201,74 +207,31 @@ def _reorder(system: System, inputs: Inputs, first: Rows, ignored: Bools, roundi
 
 @dataclass(frozen=True)
 class Options:
-    """What trials read of `audit`'s arguments, where they are described."""
+    """What probes read of `audit`'s arguments, where they are described."""
 
-    mask: Any = "full"
-    layers: int | None = None
-    step: Callable[[Any, Any], Any] | None = None
-    prefill: Callable[[Any], Any] | None = None
-    alone: Callable[..., Any] | None = None
-    pad_mask: str | None = None
-    train: bool | None = False
-    compile: bool = False
+    adapter: Model
+    mask: DeclaredMask
+    conditions: tuple[str, ...] = ("eval",)
     length: int | None = 0
-    draws: int = 1
-    exact: int = 0
     seed: int = 0
 
-    def declared(self, n: int, batch: int) -> tuple[Bools, Bools]:
-        """The pairs (1 or B, N, N) that the mask allows from end to end, and the keys (1 or B, N) that it shows to no query.
 
-        A mask that differs from head to head allows what any head allows. With `layers`, the mask is one layer's, and every
-        layer passes its own position on: the pairs are those that a path of at most `layers` steps joins.
-        """
-        if isinstance(self.mask, np.ndarray):
-            table = wide = self.mask.astype(bool)
-        else:
-            from lowtri.masks import as_mask
-
-            formula = as_mask(self.mask)
-            table = wide = np.array(formula.dense(n), dtype=bool)
-            with contextlib.suppress(MaskError):  # a strict mask shows the last key to later queries
-                wide = np.array(formula.dense(2 * n), dtype=bool)[..., :n]
-        table, wide = (
-            np.asarray(t.any(axis=1) if t.ndim == 4 else t[None] if t.ndim == 2 else t) for t in (table, wide)
-        )
-        if table.shape[0] not in (1, batch) or table.shape[1:] != (n, n):
-            raise CallError(
-                f"audit: mask gives a table of {tuple(table.shape)}, the example has {batch} row(s) of {n} positions.\n"
-                "Fix: use a mask without a batch, or one whose batch is the example's."
-            )
-        return self._reached(table), np.logical_not(wide.any(axis=1))
-
-    def _reached(self, table: Bools) -> Bools:
-        if self.layers is None:
-            return table
-        step = reach = table | np.eye(table.shape[-1], dtype=bool)
-        for _ in range(min(self.layers, table.shape[-1]) - 1):
-            wider = (reach.astype(np.float32) @ step.astype(np.float32)) > 0
-            if (wider == reach).all():
-                break
-            reach = wider
-        return reach
-
-
-def vocabulary(system: System, inputs: Inputs, requested: int | None) -> npt.NDArray[np.int64]:
+def vocabulary(tested: ModelUnderTest, inputs: Inputs) -> npt.NDArray[np.int64]:
     """The ids to draw from: those of the table in which the example's are looked up, else those that the config names."""
     present = np.unique(inputs.sequences[0]).astype(np.int64) if inputs.discrete else np.zeros(2, np.int64)
-    size = requested
+    size = tested.adapter.vocab_size
     if size is None and inputs.discrete:
-        size = vocabulary_size(system.module)
-        if system.in_torch:
+        size = vocabulary_size(tested.module)
+        if tested.in_torch:
             from lowtri.auditing.torch_hooks import looked_up
 
             with contextlib.suppress(Exception):  # the example's own run reports it
-                size = min(filter(None, (size, looked_up(system, inputs))), default=None)
+                size = min(filter(None, (size, looked_up(tested, inputs))), default=None)
     if size is not None:
         return np.arange(size)
     if len(present) < 2:
         raise CallError(
-            "audit: the example repeats one id, and how many ids there are is not known.\nFix: say vocab_size=."
+            "audit: the example repeats one id, and how many ids there are is not known.\nFix: say Model(vocab_size=)."
         )
     return present
 
@@ -283,8 +246,9 @@ def vocabulary_size(model: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Condition:
-    """What trials run under. The example as it is has none of these."""
+    """What probes run under. The example as it is has none of these."""
 
+    name: str = ""  # of the kind of condition, as `audit(conditions=)` has it
     training: bool = False  # else the mode that is set
     keyword: tuple[str, Any] | None = None  # added to the call
     attention: str = ""  # the implementation that is set
@@ -311,23 +275,23 @@ class Condition:
 
 
 class Run:
-    """A run of a system on some inputs, computed when its output is first read.
+    """A run of a model on some inputs, computed when its output is first read.
 
     Args:
-        compute: how the rows are computed, if not by one call of the system.
+        compute: how the rows are computed, if not by one call of the model.
         calls: how many positions each call of the module computes, where there are several; None where that is not known.
     """
 
     def __init__(
         self,
-        system: System,
+        tested: ModelUnderTest,
         inputs: Inputs,
         compute: Callable[[], Rows] | None = None,
         calls: Sequence[int] | None = (),
         start: tuple[int, int] = (0, 0),
     ) -> None:
-        self.system, self.inputs, self.calls, self.start = system, inputs, calls, start
-        self.compute = functools.partial(system, inputs) if compute is None else compute
+        self.tested, self.inputs, self.calls, self.start = tested, inputs, calls, start
+        self.compute = functools.partial(tested, inputs) if compute is None else compute
 
     @functools.cached_property
     def output(self) -> Rows:
@@ -336,43 +300,47 @@ class Run:
 
     def part(self, rows: slice = slice(None), positions: slice = slice(None)) -> Run:
         """Some rows and positions of the output."""
-        part = Run(self.system, self.inputs, self.compute, self.calls, (rows.start or 0, positions.start or 0))
+        part = Run(self.tested, self.inputs, self.compute, self.calls, (rows.start or 0, positions.start or 0))
         part.output = self.output[rows, positions]
         return part
 
     def watch(self, row: int, position: int) -> Any:
         """A position of the output, with what `torch_hooks.locate` needs to compare the modules of two runs; or None."""
-        if self.system.module is None or self.calls is None:
+        if self.tested.module is None or self.calls is None:
             return None
-        from lowtri.auditing.torch_hooks import Watch
+        from lowtri.auditing.torch_hooks import DivergingRuns
 
         row, position, n, call = row + self.start[0], position + self.start[1], self.inputs.n, -1
         if self.calls:
             starts = np.cumsum([0, *self.calls])
             call = int(np.searchsorted(starts, position, side="right")) - 1
             position, n = position - int(starts[call]), self.calls[call]
-        return Watch(self.system.module, self.compute, row, position, (self.inputs.batch, n), call)
+        return DivergingRuns(self.tested.module, self.compute, row, position, (self.inputs.batch, n), call)
 
 
 @dataclass
 class Context:
-    """A system under one condition. Trials read it, and write to `seen` alone.
+    """A model under one condition. Probes read it, and write to `seen` alone.
 
     What is measured (`example`, `noise`, `float64`) is so when it is first read, and anew in every copy that `replace` makes.
     """
 
-    system: System
+    tested: ModelUnderTest
     inputs: Inputs
     declared: Bools  # (1 or B, N, N): the mask
     real: Bools  # (B, N): False at pads, whose own output means nothing
     options: Options
     vocabulary: npt.NDArray[np.int64]  # ids to draw from
-    show_progress: Callable[[str, int], None] = lambda trial, run: None
+    show_progress: Callable[[str, int], None] = lambda probe, run: None
     condition: Condition = field(default_factory=Condition)
     chosen: tuple[int, ...] | None = None  # the queries to look at, where `exact` does not say
-    pristine: Any = None  # a copy of the model that has never been called
-    trial: str = ""  # the one that runs
+    fresh_copy: Any = None  # a copy of the model that has never been called
+    separator: int | None = None  # a token that ends documents: it is not changed, and not drawn
+    probe: str = ""  # the one that runs
     seen: Sizes = field(init=False)  # (Nq, Nk): how far outputs moved, NaN where not looked at
+    depends: Bools | None = field(
+        init=False, default=None
+    )  # (B, N, N): whether an output moved, once all pairs were tried
 
     def __post_init__(self) -> None:
         self.seen = np.full((self.n, self.n), np.nan)
@@ -394,30 +362,37 @@ class Context:
     @property
     def mode(self) -> str:
         """The mode that a torch module is in, as its flags say; empty for anything else."""
-        module = self.system.module
+        module = self.tested.module
         if module is None:
             return ""
         return "training mode" if all(part.training for part in module.modules()) else "eval mode"
 
     def under(self, condition: Condition) -> Context:
         """This context under a condition (of which `applied` sets the mode and the attention)."""
-        system, inputs = self.system, self.inputs
-        if condition.training:
-            system = replace(system, training=True)
+        tested, inputs = replace(self.tested, training=self.tested.training or condition.training), self.inputs
         if condition.compiled:
             import torch
 
-            system = replace(system, model=torch.compile(system.model))
+            tested = replace(tested, model=torch.compile(tested.model))
         if condition.keyword is not None:
             inputs = inputs.having(dict([condition.keyword]))
-        return replace(self, system=system, inputs=inputs, condition=condition)
+        return replace(self, tested=tested, inputs=inputs, condition=condition)
+
+    @contextlib.contextmanager
+    def on_copy(self) -> Iterator[ModelUnderTest]:
+        """A copy of the model that was never called, under this condition."""
+        if self.fresh_copy is None or self.condition.attention or self.condition.compiled:
+            raise LookupError("there is no copy under this condition")
+        model = copy.deepcopy(self.fresh_copy)
+        with in_mode(model, True if self.tested.training else None):
+            yield replace(self.tested, model=model)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """The condition's mode and attention, and what was set before afterwards."""
-        module, attention = self.system.module, self.condition.attention
+        module, attention = self.tested.module, self.condition.attention
         before = attention_name(module)
-        with in_mode(module, True if self.system.training else None):
+        with in_mode(module, True if self.tested.training else None):
             try:
                 if attention:
                     module.set_attn_implementation(attention)
@@ -430,12 +405,12 @@ class Context:
 
     def run(self, inputs: Inputs) -> Run:
         """A run on other inputs."""
-        return Run(self.system, inputs)
+        return Run(self.tested, inputs)
 
     @functools.cached_property
     def example(self) -> Run:
         """The run on the example itself."""
-        return Run(self.system, self.inputs)
+        return Run(self.tested, self.inputs)
 
     @property
     def base(self) -> Rows:
@@ -449,20 +424,21 @@ class Context:
     @functools.cached_property
     def noise(self) -> Noise:
         """How far the example's outputs move when nothing that matters changes."""
-        return measure_noise(self.system, self.inputs, self.ignored)
+        return measure_noise(self.tested, self.inputs, self.ignored)
 
     @functools.cached_property
     def float64(self) -> Context | str:
         """This context on the float64 copy, or the reason why there is none."""
-        if self.system.signature.dtypes[0] == np.dtype(np.float64):
+        if self.tested.signature.dtypes[0] == np.dtype(np.float64):
             return "it is float64 already"
         try:
-            system = self.system.in_float64()
+            tested = self.tested.in_float64()
             functions = {
-                name: _of_copy(getattr(self.options, name), self.system.model, system.model)
+                name: _of_copy(getattr(self.options.adapter, name), self.tested.model, tested.model)
                 for name in ("step", "prefill", "alone")
             }
-            copy64 = replace(self, system=system, options=replace(self.options, **functions))
+            adapter = replace(self.options.adapter, **functions)
+            copy64 = replace(self, tested=tested, options=replace(self.options, adapter=adapter), fresh_copy=None)
             broken = copy64.noise.broken
             apart = float(np.nanmax(np.where(self.ignored, 0.0, movement(self.base, copy64.base))))
         except Exception as error:
@@ -497,8 +473,13 @@ class Context:
     def fresh(self, salt: int, kind: str = "random", inputs: Inputs | None = None) -> Inputs:
         """Other values for every position of the example (or of `inputs`): `random` ones, or `extreme` ones."""
         inputs, rng = inputs or self.inputs, np.random.default_rng([self.options.seed, salt])
-        drawn = tuple(_drawn(values, self.vocabulary, rng, kind) for values in inputs.sequences)
-        return replace(inputs, sequences=drawn)
+        ids = self.vocabulary if self.separator is None else self.vocabulary[self.vocabulary != self.separator]
+        values = tuple(self._kept(values, random_values(values, ids, rng, kind)) for values in inputs.sequences)
+        return replace(inputs, sequences=values)
+
+    def _kept(self, before: Array, after: Array) -> Array:
+        """The new values, but for the tokens that end documents."""
+        return after if self.separator is None else np.where(before == self.separator, before, after)
 
     def repeated_token(self, query: int) -> Inputs:
         """Every position holding a token that the query has before it: row b takes the one b places back.
@@ -507,14 +488,25 @@ class Context:
         """
         rows = np.arange(self.inputs.batch)
         column = (query - rows) % self.n
-        copies = tuple(np.repeat(values[rows, column][:, None], self.n, axis=1) for values in self.inputs.sequences)
-        return replace(self.inputs, sequences=copies)
+        copies = (np.repeat(values[rows, column][:, None], self.n, axis=1) for values in self.inputs.sequences)
+        kept = tuple(
+            np.where(new == self.separator, values, self._kept(values, new))
+            for values, new in zip(self.inputs.sequences, copies, strict=True)
+        )
+        return replace(self.inputs, sequences=kept)
 
     def queries(self) -> list[int]:
         """The positions that are looked at one by one."""
         if self.chosen is not None:
             return list(self.chosen)
-        return list(range(self.n)) if self.n <= self.options.exact else self.sample(_LONG)
+        if self.n > _EXACT:
+            return self.sample(_LONG)
+        return list(range(self.n))
+
+    @functools.cached_property
+    def is_large(self) -> bool:
+        """Whether a call is so expensive that some queries have to stand for all."""
+        return self.tested.work(self.inputs) >= _LARGE
 
     def sample(self, most: int) -> list[int]:
         """At most `most` positions worth looking at: both ends, powers of two, edges of the mask, and a spread."""
@@ -544,7 +536,7 @@ def _of_copy(value: Any, model: Any, copy64: Any) -> Any:
     return value
 
 
-def _drawn(values: Array, vocabulary: npt.NDArray[np.int64], rng: np.random.Generator, kind: str) -> Array:
+def random_values(values: Array, vocabulary: npt.NDArray[np.int64], rng: np.random.Generator, kind: str) -> Array:
     """Another value for every token or vector."""
     other: Array
     if np.issubdtype(values.dtype, np.inexact):

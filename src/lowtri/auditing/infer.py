@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.auditing.audit import check_arguments, redrawn
-from lowtri.auditing.context import Context, Options, movement, vocabulary
-from lowtri.auditing.system import Bools, System, read_example
-from lowtri.auditing.trials import blocks, real_positions
+from lowtri.auditing.adapter import as_model
+from lowtri.auditing.arguments import check_arguments, redrawn
+from lowtri.auditing.context import Context, Options, measured_mask_threshold, movement, vocabulary
+from lowtri.auditing.declared import DeclaredMask, blocks
+from lowtri.auditing.example import Bools, read_example
+from lowtri.auditing.model_under_test import ModelUnderTest
+from lowtri.auditing.pads import real_positions
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, UndecidedError
-from lowtri.masks import Mask, documents, table
+from lowtri.masks import Mask, documents, full, table
 from lowtri.masks import mask as read_mask
 
 _PARTS = 3  # atoms of a formula, at most
+_NO_FORMULA = "no formula of three parts"
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class InferredMask:
 
     Attributes:
         mask: the formula, or a table where no formula of three parts agrees.
-        text: its text; of the layers where their attention was read and all have the same, else from end to end.
+        text: its text; of the layers where their attention was read and all have the same, else from end to end. Where the
+            rows of the batch have different masks, the text of each; where no formula agrees, "no formula of three parts".
         layers: the text of each layer's mask, where attention was read; else empty.
         seen: (B, N, N), whether an output moved with an input.
         nearest: the formula nearest to a table; equal to `text` where a formula agrees.
@@ -54,9 +59,25 @@ class InferredMask:
         return self.text
 
     @property
+    def line(self) -> str:
+        """The text and the layers in one line."""
+        parts = [self.text]
+        if len(set(self.layers)) > 1:
+            parts.append(_described(self.layers))
+        if self.differs:
+            parts.append(f"nearest: {self.nearest}, but for {len(self.differs)} pairs")
+        return "; ".join(parts)
+
+    @property
     def message(self) -> str:
         """The text, the layers, and the pairs that no formula explains."""
         lines = [self.text]
+        if self.differs and self.seen.shape[-1] <= 48:
+            lines += [
+                "",
+                *("  " + line for line in table(self.seen.any(axis=0)).draw(self.seen.shape[-1]).splitlines()),
+                "",
+            ]
         if len(set(self.layers)) > 1:
             lines.append(_described(self.layers))
         if self.differs:
@@ -72,12 +93,31 @@ def fitted(seen: Bools, care: Bools, labels: Any = None) -> InferredMask:
     found = _simplest(seen, care, atoms) or _within_documents(seen, care, labels)
     if found is not None:
         text, formula = found
+        if "<" in text:  # an array has no formula, but each row may have one
+            text = _by_row(seen, care, _unconnected(seen, care) if labels is None else labels) or _NO_FORMULA
         return InferredMask(formula, text, (), seen, text)
     wrong = [((atom.pairs != seen) & care) for atom in atoms]
     best = int(np.argmin([int(table.sum()) for table in wrong]))
     pairs = tuple((int(q), int(k)) for q, k in np.argwhere(wrong[best].any(axis=0)))
     formula = table(seen[0] if len(seen) == 1 or (seen == seen[:1]).all() else seen[:, None])
-    return InferredMask(formula, repr(formula), (), seen, atoms[best].text, pairs)
+    text = _by_row(seen, care, labels)
+    if text:
+        return InferredMask(formula, text, (), seen, text)
+    return InferredMask(formula, _NO_FORMULA, (), seen, atoms[best].text, pairs)
+
+
+def _by_row(seen: Bools, care: Bools, labels: Any) -> str:
+    """The formula of each row of the batch, where each has one; else nothing."""
+    if len(seen) < 2:
+        return ""
+    rows = []
+    for number in range(len(seen)):
+        of_row = None if labels is None else labels[number : number + 1]
+        fit = fitted(seen[number : number + 1], care[number : number + 1], of_row)
+        if fit.differs or "<" in fit.text:
+            return ""
+        rows.append(f"row {number}: {fit.text}")
+    return "; ".join(rows)
 
 
 def _simplest(seen: Bools, care: Bools, atoms: Sequence[_Atom]) -> tuple[str, Mask] | None:
@@ -187,17 +227,7 @@ def _documents(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
 
 
 def infer_mask(
-    model: Any,
-    example: Any,
-    *,
-    labels: Any = None,
-    vocab_size: int | None = None,
-    output: Callable[[Any], Any] | None = None,
-    input: str | int | Sequence[str | int] | None = None,
-    position_axis: int | None = None,
-    batch_axis: int | str | None = "auto",
-    redraw: bool | float = False,
-    seed: int = 0,
+    model: Any, example: Any, *, labels: Any = None, redraw: bool | float = False, seed: int = 0
 ) -> InferredMask:
     """Measure which inputs each output depends on, and find the simplest mask that agrees.
 
@@ -210,7 +240,7 @@ def infer_mask(
     causal & window(4)
 
     Args:
-        model, example, vocab_size, output, input, position_axis, batch_axis, redraw, seed: as in `audit`.
+        model, example, redraw, seed: as in `audit`; the model may be a :class:`lowtri.Model`.
         labels: the document of each position, (N,) or (B, N), where documents are packed; by default read off the pairs.
 
     Returns:
@@ -221,13 +251,12 @@ def infer_mask(
         CallError: if an argument cannot be used, or the model does not repeat itself.
         UndecidedError: if no output depends on any input.
     """
-    check_arguments(model, dict(locals()))
-    inputs, signature = read_example(
-        example, model=model, input=input, position_axis=position_axis, batch_axis=batch_axis
-    )
-    system = System(redrawn(model, redraw, seed), signature, output, seed=seed)
-    pairs = np.ones((1, inputs.n, inputs.n), bool)
-    real = real_positions(inputs, signature.prefix, None)
+    adapter = as_model(model)
+    check_arguments("infer_mask", adapter, {"redraw": redraw, "seed": seed})
+    adapter = replace(adapter, call=redrawn(adapter.call, redraw, seed))
+    inputs, signature = read_example(example, adapter)
+    tested = ModelUnderTest(adapter.call, signature, adapter, seed=seed)
+    real = real_positions(inputs, signature.prefix, adapter.pads)
     if labels is not None:
         labels = np.asarray(labels)
         if labels.shape not in ((inputs.n,), (inputs.batch, inputs.n)):
@@ -236,19 +265,29 @@ def infer_mask(
                 f"infer_mask: labels= has the shape {labels.shape}, expected {shapes}.\nFix: the document of each position."
             )
         labels = np.broadcast_to(labels, (inputs.batch, inputs.n))
-    with system.prepared():
-        context = Context(system, inputs, pairs, real, Options(seed=seed), vocabulary(system, inputs, vocab_size))
+    options = Options(adapter, DeclaredMask(full()), seed=seed)
+    pairs = np.ones((1, inputs.n, inputs.n), bool)
+    with tested.prepared(inputs):
+        context = Context(tested, inputs, pairs, real, options, vocabulary(tested, inputs))
         if broken := context.try_example().broken:
             raise CallError(f"infer_mask: {broken}.\nFix: make the model repeat itself: eval mode, seeds.")
-        seen = _measured(context)
-        layers = _layers(context) if system.module is not None else []
+        inferred = described_mask(context, _measured(context), labels)
+    if inferred is None:
+        raise UndecidedError(
+            f"infer_mask: no output depends on any of the {inputs.n} inputs, so every mask agrees.\n"
+            "Fix: Model(output=) selects the tensor that depends on them; redraw=True measures a copy with larger weights."
+        )
+    return inferred
+
+
+def described_mask(context: Context, seen: Bools, labels: Any = None) -> InferredMask | None:
+    """The mask for the pairs (B, N, N) that were measured, and those of the layers; None where no output depends on any input."""
+    real = context.real
+    layers = _layers(context) if context.tested.module is not None else []
     care = real[:, :, None] & real[:, None, :]
     texts = tuple(fitted(pairs, care, labels).text for pairs in layers)
     if not (seen & care).any() and len(set(texts)) != 1:
-        raise UndecidedError(
-            f"infer_mask: no output depends on any of the {inputs.n} inputs, so every mask agrees.\n"
-            "Fix: output= selects the tensor that depends on them; redraw=True measures a copy with larger weights."
-        )
+        return None
     fit = fitted(layers[0] if len(set(texts)) == 1 else seen, care, labels)
     return replace(fit, layers=texts, seen=seen)
 
@@ -259,11 +298,11 @@ def _measured(context: Context) -> Bools:
     context = context if isinstance(copy64, str) else copy64
     noise, inputs = context.noise, context.inputs
     seen = np.zeros((inputs.batch, context.n, context.n), bool)
-    least = max(64 * noise.eps * noise.magnitude, 4 * noise.repeat, 4 * noise.reorder)
+    least = measured_mask_threshold(noise)
     for salt, kind in enumerate(("random", "random", "extreme")):
         fresh = context.fresh(salt, kind)
         for key in range(context.n):
-            rows = context.system(inputs.change(np.arange(context.n) == key, fresh))
+            rows = context.tested(inputs.change(np.arange(context.n) == key, fresh))
             seen[:, :, key] |= np.nan_to_num(movement(context.base, rows), nan=np.inf) > least
     return seen
 
@@ -272,13 +311,13 @@ def _layers(context: Context) -> list[Bools]:
     """The pairs (1 or B, N, N) of each layer's attention, in the order of the calls; none where no attention was read."""
     from lowtri.auditing.torch_hooks import attention_tables
 
-    model, inputs = context.system.module, context.inputs
-    for attention in ("sdpa", "eager") if hasattr(model, "set_attn_implementation") else ("",):
+    model, inputs = context.tested.module, context.inputs
+    for attention in ("", "sdpa", "eager") if hasattr(model, "set_attn_implementation") else ("",):
         condition = replace(context.condition, attention=attention if attention != attention_name(model) else "")
         read = inputs.having({"output_attentions": True} if attention == "eager" else {})
         try:
             with context.under(condition).applied():
-                tables = attention_tables(partial(context.system.answer, read))
+                tables = attention_tables(partial(context.tested.answer, read))
         except Exception:
             continue
         tables = [pairs for pairs in tables if pairs.shape[-2:] == (context.n, context.n)]

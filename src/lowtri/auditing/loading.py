@@ -7,23 +7,26 @@ import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
 
+from lowtri.auditing.adapter import Model, as_model
 from lowtri.auditing.audit import audit
 from lowtri.auditing.context import vocabulary_size
 from lowtri.errors import DataError
 from lowtri.pretrained import Pretrained, read_model
 
 
-def function_in_file(target: str, example: str) -> tuple[Any, dict[str, Any]]:
+def function_in_file(target: str, example: str, *, traceback: bool = False) -> tuple[Any, dict[str, Any]]:
     """What `FILE.py:name` names, and all names of the file.
 
     Args:
         example: the name that an error suggests.
+        traceback: whether an error of the file says where it was raised.
 
     Raises:
         DataError: if there is no such file or no function of that name in it, or the file cannot be run.
@@ -34,7 +37,7 @@ def function_in_file(target: str, example: str) -> tuple[Any, dict[str, Any]]:
         raise DataError(f"{target}: no function is named.\nFix: FILE.py:{example}, a function in a Python file.")
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    with _user_code(target):
+    with _user_code(target, traceback):
         names = runpy.run_path(str(path))
     if not callable(names.get(name)):
         functions = [key for key, value in names.items() if callable(value) and not key.startswith("_")]
@@ -43,7 +46,7 @@ def function_in_file(target: str, example: str) -> tuple[Any, dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _user_code(target: str) -> Iterator[None]:
+def _user_code(target: str, traceback: bool) -> Iterator[None]:
     """Runs code of the file of `FILE.py:name`, which may import its neighbours; whatever ends it is a DataError, sys.exit too."""
     folder = str(Path(target.rpartition(":")[0]).parent.resolve())
     if folder not in sys.path:  # stays: functions import as late as they like
@@ -56,7 +59,17 @@ def _user_code(target: str) -> Iterator[None]:
             'Fix: what ends the program belongs under if __name__ == "__main__":'
         ) from None
     except Exception as error:
-        raise DataError(f"{target}: {type(error).__name__}: {error}") from error
+        text = f"{target}: {type(error).__name__}: {error}"
+        if traceback:
+            raise DataError("\n".join([text, *user_frames(error)])) from error
+        raise DataError(f"{text}\nFix: the line of the file that --traceback shows.") from error
+
+
+def user_frames(error: BaseException) -> list[str]:
+    """Where an error was raised, without the frames of lowtri and of Python's own runpy."""
+    ours = str(Path(__file__).parents[1])
+    frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith((ours, "<frozen runpy"))]
+    return [f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
 
 
 def declared_mask(config: Any) -> tuple[str, int | None]:
@@ -114,6 +127,7 @@ def load_target(
     vocab_size: int | None = None,
     seed: int = 0,
     read: Callable[[str], Pretrained] | None = None,
+    traceback: bool = False,
 ) -> Target:
     """Read `FILE.py:make_model`, or a model by its name.
 
@@ -123,26 +137,33 @@ def load_target(
 
     Args:
         read: reads a model by its name; default: :func:`lowtri.pretrained.read_model`, encoders included.
+        traceback: whether an error of the file says where it was raised.
 
     Raises:
         DataError: if there is no such file, model or function, or the model cannot be made.
     """
     if text.endswith(".py") or text.rpartition(":")[0].endswith(".py"):
-        target = _from_file(text)
+        target = _from_file(text, traceback)
     else:
         loaded = read_model(text, encoders=True) if read is None else read(text)
         target = _of_model(loaded.model)
+    if vocab_size is not None:
+        target.model = replace(as_model(target.model), vocab_size=vocab_size)
     if target.example is None:
-        target.example = _random_ids(target.model, length, vocab_size, seed)
+        target.example = _random_ids(as_model(target.model), length, seed)
     return target
 
 
-def _from_file(text: str) -> Target:
-    make, names = function_in_file(text, "make_model")
-    with _user_code(text):
+def _from_file(text: str, traceback: bool) -> Target:
+    make, names = function_in_file(text, "make_model", traceback=traceback)
+    with _user_code(text, traceback):
         result = make if hasattr(make, "named_modules") and not isinstance(make, type) else make()
     parts = result if isinstance(result, tuple) else (result,)
-    if not 1 <= len(parts) <= 3 or not callable(parts[0]) or (len(parts) == 3 and not isinstance(parts[2], dict)):
+    if (
+        not 1 <= len(parts) <= 3
+        or not (callable(parts[0]) or isinstance(parts[0], Model))
+        or (len(parts) == 3 and not isinstance(parts[2], dict))
+    ):
         raise DataError(f"{text}: returns neither a model, nor (model, example), nor (model, example, dict)")
     arguments = dict(parts[2]) if len(parts) == 3 else {}
     known = list(inspect.signature(audit).parameters)[2:]  # without the model and the example
@@ -163,14 +184,15 @@ def _of_model(model: Any) -> Target:
     return Target(model, None, mask, {} if layers is None else {"layers": layers})
 
 
-def _random_ids(model: Any, length: int | None, vocab_size: int | None, seed: int) -> Any:
+def _random_ids(adapter: Model, length: int | None, seed: int) -> Any:
     """Two rows of random ids, long enough to go past the model's window where that is small."""
+    model = adapter.call
     config = getattr(model, "config", None)
     if length is None:
         window = getattr(config, "sliding_window", None)
         length = 24 if not isinstance(window, int) else max(24, min(window + 8, 256))
         length = min(length, getattr(config, "max_position_embeddings", None) or length)
-    size = vocab_size or vocabulary_size(model)
+    size = adapter.vocab_size or vocabulary_size(model)
     if size is None:
         raise DataError("the model names no vocabulary: return (model, example) from the function, or say --vocab")
     ids = np.random.default_rng(seed).integers(0, size, (2, length))

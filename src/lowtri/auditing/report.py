@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtri.auditing.context import Noise
-from lowtri.auditing.trial import Finding, Leak
+from lowtri.auditing.probe import Leak, ProbeResult
 from lowtri.errors import LeakError, UndecidedError
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.grids import Grid, Look, Panel, picture, used
@@ -86,6 +86,7 @@ _VERDICTS = {
     "leak": ("leak", 1),
     "could not decide": ("undecided", 3),
 }  # style, exit code
+_SERIOUS = ("leak", "undecided", "doubt", "warning", "clean", "skipped")
 _STYLE = f"""{TABLE_STYLE}:root h1::first-letter {{ text-transform: uppercase }}
 :root .lead {{ font-size: var(--s3); line-height: 1.5; color: var(--soft) }} :root .figure svg {{ max-width: 100%; height: auto }}
 :root .leak {{ color: var(--bad) }} :root .clean {{ color: var(--good) }} :root .undecided {{ color: var(--unsure) }}
@@ -112,6 +113,7 @@ class AuditReport:
         seconds: how long the audit took.
         notes: remarks that do not change the verdict.
         modes: the modes (eval, training) of a torch module in which every probe ran.
+        measured_mask: the mask that the model was measured to have, as `infer_mask` says it; empty where not every pair was tried.
     """
 
     model: str
@@ -119,7 +121,7 @@ class AuditReport:
     n: int
     batch: int
     noise: Noise
-    findings: tuple[Finding, ...]
+    findings: tuple[ProbeResult, ...]
     leaks: tuple[Leak, ...]
     allowed: npt.NDArray[np.bool_]
     seen: npt.NDArray[np.float64]
@@ -127,6 +129,7 @@ class AuditReport:
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
     modes: tuple[str, ...] = ()
+    measured_mask: str = ""
 
     @property
     def verdict(self) -> str:
@@ -148,7 +151,7 @@ class AuditReport:
         return self.leaks[0] if self.leaks else None
 
     @property
-    def warnings(self) -> tuple[Finding, ...]:
+    def warnings(self) -> tuple[ProbeResult, ...]:
         return tuple(finding for finding in self.findings if finding.status == "warning")
 
     @property
@@ -156,9 +159,11 @@ class AuditReport:
         """0: no leak found, 1: a leak, 3: could not decide."""
         return _VERDICTS[self.verdict][1]
 
-    def finding(self, probe: str) -> Finding:
-        """The finding of one probe, by the probe's name."""
-        return next(finding for finding in self.findings if finding.probe == probe)
+    def finding(self, name: str, condition: str = "") -> ProbeResult:
+        """The result of a probe under a condition; of a condition's name alone, its most serious result."""
+        some = [f for f in self.findings if (f.probe, f.condition) == (name, condition)]
+        some = some or [f for f in self.findings if f.condition == name]
+        return min(some, key=lambda f: _SERIOUS.index(f.status))
 
     @property
     def message(self) -> str:
@@ -177,7 +182,11 @@ class AuditReport:
         return leak.sentence(max(self.noise.repeat, self.noise.reorder))
 
     def raise_for_leak(self) -> None:
-        """Raise LeakError for a leak, UndecidedError if the audit could not decide; otherwise return."""
+        """Raise LeakError for a leak, UndecidedError if the audit could not decide; otherwise return.
+
+        pytest shows the sentence, the drawing and the frames of the test, and none of lowtri's.
+        """
+        __tracebackhide__ = True
         if self.leaks:
             what = f"{self.model} sees what {shortened(self.mask, 80)} hides: {self._what}"
             raise LeakError(f"{spelled_out(what)}\n{self.draw()}")
@@ -195,16 +204,16 @@ class AuditReport:
         """Everything that was measured, as JSON."""
         noise = {name: getattr(self.noise, name) for name in ("repeat", "reorder", "magnitude")}
         leaks = [
-            {name: getattr(leak, name) for name in ("query", "key", "size", "probe", "row", "module")}
+            {name: getattr(leak, name) for name in ("query", "key", "size", "probe", "condition", "row", "module")}
             | {"message": self._sentence(leak)}
             for leak in self.leaks
         ]
         findings = [
-            {name: getattr(finding, name) for name in ("probe", "status", "message", "measured")}
+            {name: getattr(finding, name) for name in ("probe", "condition", "status", "message", "measured")}
             | {"leaks": len(finding.leaks)}
             for finding in self.findings
         ]
-        names = ("verdict", "ok", "message", "model", "mask", "batch", "notes", "exit_code")
+        names = ("measured_mask", "verdict", "ok", "message", "model", "mask", "batch", "notes", "exit_code")
         measured = {"positions": self.n, "noise": noise, "leaks": leaks, "findings": findings}
         return json_text({name: getattr(self, name) for name in names} | measured | {"seconds": round(self.seconds, 3)})
 
@@ -222,10 +231,11 @@ class AuditReport:
     _repr_svg_ = to_svg
 
     def _parts(self, picture: str) -> list[str]:
-        rows = [(finding.probe, finding.status, finding.message) for finding in self.findings]
+        rows = [(finding.title, finding.status, finding.message) for finding in self.findings]
         return [
             f'<h1 class="{_VERDICTS[self.verdict][0]}">{html_text(self.verdict)}</h1>',
             f'<p class="lead">{html_text(self.message)}</p>',
+            *([f"<p>measured mask: <code>{html_text(self.measured_mask)}</code></p>"] if self.measured_mask else []),
             f"<p>{html_text(self.model)} against <code>{html_text(self.mask)}</code></p>",
             f'<section class="figure">{picture}</section>',
             f'<section class="figure scroll">{html_table(("probe", "result", "measured"), rows)}</section>',
@@ -245,10 +255,11 @@ class AuditReport:
         return f"<AuditReport {self.message}>"
 
     def __str__(self) -> str:
-        width = max((len(finding.probe) for finding in self.findings), default=0)
+        width = max((len(finding.title) for finding in self.findings), default=0)
         header = spelled_out(f"{self.model} against {self.mask}, {self.batch} x {self.n} positions")
-        lines = [self.message, "", header, self.draw()]
-        lines += [spelled_out(f"  {f.probe:<{width}}  {f.status:<9}  {f.message}") for f in self.findings]
+        first = [spelled_out(f"measured mask: {self.measured_mask}")] if self.measured_mask else []
+        lines = [*first, self.message, "", header, self.draw()]
+        lines += [spelled_out(f"  {f.title:<{width}}  {f.status:<9}  {f.message}") for f in self.findings]
         lines += [spelled_out(f"  note: {note}") for note in self.notes]
         noise = f"the same input twice {self.noise.repeat:.1g}, reordered sums {self.noise.reorder:.1g}"
         return "\n".join([*lines, f"  noise: {noise}"])
@@ -256,22 +267,24 @@ class AuditReport:
     @property
     def _extent(self) -> str:
         drew = next((f.measured for f in self.findings if "draws" in f.measured), None)
-        ran = [f.probe for f in self.findings if f.status not in ("skipped", "undecided")]
+        ran = [f for f in self.findings if f.status not in ("skipped", "undecided")]
         looked = "" if drew is None else f", {drew['draws']} draws"
         if drew is not None and not drew["every_pair"]:
             looked += f", {drew['keys']} keys and {drew['queries']} queries looked at"
-        modes = [*self.modes, *(f.mode for f in self.findings if f.mode)]
-        length = "".join(f" and 1 x {f.length}" for f in self.findings if f.length)
+        modes = dict.fromkeys([*self.modes, *(f.mode for f in ran if f.mode)])
+        length = "".join(f" and 1 x {n}" for n in dict.fromkeys(f.length for f in ran if f.length))
         within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""
-        skipped = [f.probe for f in self.findings if f.status == "skipped"]
+        probes = dict.fromkeys(f.probe for f in ran if f.probe)
+        not_run = dict.fromkeys(str(f.probe or f.condition) for f in self.findings if f.status == "skipped")
+        skipped = [name for name in not_run if name not in probes]
         not_tried = f"; not tried: {', '.join(skipped)}" if skipped else ""
-        return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(ran)}{not_tried}"
+        return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(probes)}{not_tried}"
 
     def _cells(self, most: int) -> npt.NDArray[np.int64]:
-        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.paired and leak.drawn]
+        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.paired and leak.in_picture]
         return cells(self.allowed, self.seen, pairs, most)
 
 
 def _kind(leak: Leak) -> tuple[bool, str]:
     """What leaks are counted together: all pairs of the example itself, or one probe's under its conditions."""
-    return leak.paired, "" if leak.direct else leak.probe
+    return leak.paired, "" if leak.direct else leak.found_by

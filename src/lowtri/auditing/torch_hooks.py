@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+
+from lowtri.masks import as_mask
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
@@ -63,8 +67,8 @@ def _grouped(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, *
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-def run_with_leaves(system: Any, inputs: Any, make: Make) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run the system with its vectors passed through `make`, which gets them in the caller's own layout.
+def run_with_leaves(tested: Any, inputs: Any, make: Make) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Run the model with its vectors passed through `make`, which gets them in the caller's own layout.
 
     Returns:
         The rows, (B, N, F), and what `make` returned, one for each sequence or look-up; none when ids are looked up in a way
@@ -77,13 +81,13 @@ def run_with_leaves(system: Any, inputs: Any, make: Make) -> tuple[torch.Tensor,
         return leaves[-1].clone()  # a leaf itself may not be written in place, and some models do
 
     if not inputs.discrete:
-        signature = replace(system.signature, transform=replaced)
-        return torch.as_tensor(replace(system, signature=signature).raw_rows(inputs)), leaves
-    ids = system.signature.sequence(inputs.sequences[0])
+        signature = replace(tested.signature, transform=replaced)
+        return torch.as_tensor(replace(tested, signature=signature).raw_rows(inputs)), leaves
+    ids = tested.signature.sequence(inputs.sequences[0])
     if not isinstance(ids, torch.Tensor):
-        return torch.as_tensor(system.raw_rows(inputs)), []
+        return torch.as_tensor(tested.raw_rows(inputs)), []
     with _Lookup(ids, replaced):
-        return torch.as_tensor(system.raw_rows(inputs)), leaves
+        return torch.as_tensor(tested.raw_rows(inputs)), leaves
 
 
 class _Lookup(TorchFunctionMode):
@@ -110,16 +114,16 @@ class _Lookup(TorchFunctionMode):
         return self.replaced(result)
 
 
-def looked_up(system: Any, inputs: Any) -> int | None:
+def looked_up(tested: Any, inputs: Any) -> int | None:
     """The length of the shortest table in which the ids themselves are looked up; None where no look-up was recognised."""
-    ids, sizes = system.signature.sequence(inputs.sequences[0]), list[int]()
+    ids, sizes = tested.signature.sequence(inputs.sequences[0]), list[int]()
     if isinstance(ids, torch.Tensor):
         with torch.no_grad(), _Lookup(ids, lambda vectors: vectors, sizes):
-            system.raw_rows(inputs)
+            tested.raw_rows(inputs)
     return min(sizes, default=None)
 
 
-class Watch(NamedTuple):
+class DivergingRuns(NamedTuple):
     """A run, and the position in it that is looked at."""
 
     module: Any
@@ -138,7 +142,7 @@ class _Event(NamedTuple):
     outputs: list[torch.Tensor]
 
 
-def locate(one: Watch, other: Watch, axis: int) -> str | None:
+def locate(one: DivergingRuns, other: DivergingRuns, axis: int) -> str | None:
     """Where two runs part: the first module whose output differs at the position where none of its inputs does.
 
     Where the difference begins between modules, in plain code, that is their parent. None when no output differs.
@@ -167,7 +171,7 @@ def locate(one: Watch, other: Watch, axis: int) -> str | None:
     return name or type(one.module).__name__
 
 
-def _events(watch: Watch, axis: int) -> list[_Event]:
+def _events(watch: DivergingRuns, axis: int) -> list[_Event]:
     """Every part's calls in one call of the module, in the order in which they finish."""
     calls: list[list[_Event]] = []
 
@@ -184,20 +188,16 @@ def _events(watch: Watch, axis: int) -> list[_Event]:
         if calls:
             calls[-1].append(_Event(name, at_position([*args, *kwargs.values()], part), at_position(output, part)))
 
-    hooks = [
-        part.register_forward_hook(functools.partial(record, name), with_kwargs=True)
-        for name, part in watch.module.named_modules()
-    ]
-    hooks.append(watch.module.register_forward_pre_hook(lambda *_: calls.append([])))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, part in watch.module.named_modules():
+            hook = part.register_forward_hook(functools.partial(record, name), with_kwargs=True)
+            hooks.callback(hook.remove)
+        hooks.callback(watch.module.register_forward_pre_hook(lambda *_: calls.append([])).remove)
         watch.run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return calls[watch.call] if calls else []
 
 
-def _cut(value: Any, watch: Watch, axis: int) -> torch.Tensor | None:
+def _cut(value: Any, watch: DivergingRuns, axis: int) -> torch.Tensor | None:
     """A tensor's values at the position; None where its axis of positions is not known."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
         return None
@@ -232,7 +232,8 @@ def attention_tables(run: Callable[[], Any]) -> list[Any]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _Attentions(tables):
+        recorder = _Attentions(tables)
+        with recorder, _own_attention(recorder):
             answer = run()
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
@@ -240,13 +241,52 @@ def attention_tables(run: Callable[[], Any]) -> list[Any]:
     return tables or [(w > 0).any(dim=1).cpu().numpy() for w in weights or () if w is not None]
 
 
+@contextlib.contextmanager
+def _own_attention(recorder: _Attentions) -> Iterator[None]:
+    """Record the calls of lowtri's own attention, and not what its engines call in turn."""
+    attend: Any = importlib.import_module("lowtri.dispatch.attend")
+    run, find = attend.run_eagerly, attend.find
+
+    def recorded(q: Any, k: Any, v: Any, mask: Any, options: Any) -> Any:
+        recorder.tables.append(_visible(mask, options, q.shape[-2], k.shape[-2]))
+        recorder.inside = True
+        try:
+            return run(q, k, v, mask, options)
+        finally:
+            recorder.inside = False
+
+    attend.run_eagerly = recorded
+    attend.find = lambda *arguments: (None, None)  # a call that was made before would be run past this function
+    try:
+        yield
+    finally:
+        attend.run_eagerly, attend.find = run, find
+
+
+def _visible(mask: Any, options: Any, nq: int, nk: int) -> Any:
+    """The pairs (1 or B, Nq, Nk) that a mask shows at the positions of a call."""
+    q, k = (None if p is None else np.atleast_2d(np.asarray(p)) for p in (options.q_positions, options.k_positions))
+    q = np.arange(nk - nq, nk)[None] if q is None else q
+    k = np.arange(nk)[None] if k is None else k
+    n = int(max(q.max(), k.max())) + 1
+    table: Any = np.array(as_mask(mask).dense(n), bool)
+    table = table.any(axis=1) if table.ndim == 4 else table.reshape(-1, n, n)
+    rows = max(len(q), len(k), len(table))
+    q, k, table = (np.broadcast_to(x, (rows, *x.shape[1:])) for x in (q, k, table))
+    shown = [t[np.ix_(np.maximum(i, 0), np.maximum(j, 0))] for t, i, j in zip(table, q, k, strict=True)]
+    return np.stack(shown) & (q >= 0)[:, :, None] & (k >= 0)[:, None]
+
+
 class _Attentions(TorchFunctionMode):
     def __init__(self, tables: list[Any]) -> None:
         super().__init__()
         self.tables = tables
+        self.inside = False  # an engine of lowtri's attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.inside:
+            return func(*args, **kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention:
             q, k, mask = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("attn_mask")
             self.add(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -38,72 +40,83 @@ def audit(
         option("How many positions the longest example has, drawn or continued; default: 256 or more.", min=2),
     ] = None,
     vocab: Annotated[int | None, option("How many ids to draw from.", min=2)] = None,
-    train: Annotated[bool, option("Audit in training mode alone.", "--train")] = False,
-    eval: Annotated[bool, option("Audit in eval mode alone.", "--eval")] = False,
+    conditions: Annotated[
+        str | None,
+        option(
+            "Under these alone: eval,training,code_paths,longer,compiled; default: all but compiled.", metavar="NAMES"
+        ),
+    ] = None,
     probes: Annotated[
         str | None, option("Run these alone, with commas between: change,prefix,cache.", metavar="NAMES")
     ] = None,
     redraw: Annotated[
         bool, option("Audit a copy with its weights redrawn: fresh ones hide leaks.", "--redraw")
     ] = False,
-    compile: Annotated[bool, option("Also audit under torch.compile.", "--compile")] = False,
     infer: Annotated[
         bool,
         option("Say which mask the model has, and audit nothing. On a copy with redrawn weights: --redraw.", "--infer"),
     ] = False,
+    traceback: Annotated[bool, option("Show where FILE.py raised an error.", "--traceback")] = False,
     out: Report = None,
     seed: Seed = 0,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """lowtri audit my_model.py:make_model --mask "causal & window(64)" --layers 4
+    """lowtri audit my_model.py:make_model --infer
+    lowtri audit my_model.py:make_model --mask "causal & window(64)" --layers 4
     lowtri audit out/model --out audit.html
-    lowtri audit out/model --infer
 
     Finds what each output depends on and compares it with the mask; names the pair of positions that leaks, and the module
-    where it enters. The function returns a model, (model, example) or (model, example, arguments of lowtri.audit); a name
-    MASK in its file is the mask it declares.
+    where it enters. The function returns a model (a lowtri.Model, where something about it cannot be found out), (model,
+    example) or (model, example, arguments of lowtri.audit); a name MASK in its file is the mask it declares.
 
     Exit codes: 0 no leak found, 1 a leak, 3 could not decide.
     """
     if infer:
-        silenced = {"--mask": mask, "--layers": layers, "--train": train, "--eval": eval, "--probes": probes}
-        refuse(
-            "--infer", "is for an audit, and --infer audits nothing", {**silenced, "--compile": compile, "--out": out}
-        )
+        silenced = {"--mask": mask, "--layers": layers, "--conditions": conditions, "--probes": probes, "--out": out}
+        refuse("--infer", "is for an audit, and --infer audits nothing", silenced)
     mask = None if mask is None else text_or_stdin(mask, "the mask")
     use_threads(threads)
     from lowtri.auditing.audit import audit as run
     from lowtri.auditing.infer import infer_mask
     from lowtri.auditing.loading import load_target
-    from lowtri.errors import CallError
     from lowtri.masks import as_mask
 
-    if train and eval:
-        raise CallError("audit: --train and --eval were given.\nFix: give one of them, or neither for both modes.")
     if mask is not None:
         as_mask(mask)  # an error in it is reported before the model is loaded
-    loaded = load_target(target, length=length, vocab_size=vocab, seed=seed, read=_read)
+    loaded = load_target(target, length=length, vocab_size=vocab, seed=seed, read=_read, traceback=traceback)
     arguments = dict(loaded.arguments)
     if infer:
-        known = ("vocab_size", "output", "input", "position_axis", "batch_axis")
-        arguments = {name: value for name, value in arguments.items() if name in known}
-        arguments |= {} if vocab is None else {"vocab_size": vocab}
-        inferred = infer_mask(loaded.model, loaded.example, redraw=redraw, seed=seed, **arguments)
+        with _frames_shown(traceback):
+            inferred = infer_mask(loaded.model, loaded.example, redraw=redraw, seed=seed)
         data = {name: getattr(inferred, name) for name in ("layers", "nearest", "differs")}
         print_result({"mask": inferred.text, **data}, inferred.message, json)
         return
     if mask is not None:
         arguments.pop("layers", None)  # they belong to the target's own mask
-    mode = True if train else False if eval else None
-    given: dict[str, Any] = {"layers": layers, "length": length, "vocab_size": vocab, "train": mode}
-    given |= {"redraw": redraw or None, "compile": compile or None}
-    given["probes"] = None if probes is None else [name.strip() for name in probes.split(",") if name.strip()]
+    given: dict[str, Any] = {"layers": layers, "length": length, "conditions": conditions, "probes": probes}
+    given["redraw"] = redraw or None
     arguments |= {name: value for name, value in given.items() if value is not None}
     declared = mask if mask is not None else "causal" if loaded.mask is None else loaded.mask
     if seed or "seed" not in arguments:
         arguments["seed"] = seed
-    print_report(run(loaded.model, loaded.example, mask=declared, **arguments), json, out)
+    with _frames_shown(traceback):
+        report = run(loaded.model, loaded.example, mask=declared, **arguments)
+    print_report(report, json, out)
+
+
+@contextlib.contextmanager
+def _frames_shown(traceback: bool) -> Iterator[None]:
+    """Add to an error that a model raised where its file raised it, if that is asked for."""
+    from lowtri.auditing.loading import user_frames
+    from lowtri.errors import CallError
+
+    try:
+        yield
+    except CallError as error:
+        if not traceback or error.__cause__ is None:
+            raise
+        raise CallError("\n".join([str(error), *user_frames(error.__cause__)])) from None
 
 
 def _read(name: str) -> Any:

@@ -1,21 +1,21 @@
-"""Trials, and the one engine that runs them.
+"""Probes, and the one engine that runs them.
 
-A trial is a generator of cases: a run, the positions whose rows must agree with the example's own, and a sentence for where they do
-not. `examine` runs each case, compares, confirms what differs, and follows a change of many inputs down to one of them. `run_trials`
+A probe is a generator of cases: a run, the positions whose rows must agree with the example's own, and a sentence for where they do
+not. `examine` runs each case, compares, confirms what differs, and follows a change of many inputs down to one of them. `run_probes`
 repeats in float64 what is in doubt, and names the module where a leak enters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lowtri.auditing.context import Context, Difference, Kind, Options, Run, compare, describe_difference
-from lowtri.auditing.system import Bools, Rows, first_line
+from lowtri.auditing.context import Context, Difference, Kind, Run, compare, describe_difference
+from lowtri.auditing.example import Bools, Rows, first_line
 from lowtri.errors import CallError, LowtriError
 
 Status = Literal["clean", "leak", "doubt", "undecided", "warning", "skipped"]
@@ -34,9 +34,16 @@ class Leak:
     module: str | None = None
     note: str = ""  # the whole sentence, where it is not "position q sees position k"
     under: str = ""  # the conditions, where they are not the example's own: "in training mode"
-    probe: str = ""  # set by `examine`, as are the next two
-    paired: bool = False  # query and key are positions of the trial's input
-    drawn: bool = True  # and of the example, so that the drawing can show them
+    probe: str = ""  # set by `examine`, as are the next three
+    condition: str = ""  # the name of the condition, where it is not the example as it is
+    paired: bool = False  # query and key are positions of the probe's input
+    by_state: bool = False  # not by the input: by what an earlier call left behind
+    in_picture: bool = True  # and of the example, so that the drawing can show them
+
+    @property
+    def found_by(self) -> str:
+        """The condition under which it was found, or else the probe."""
+        return self.condition or self.probe
 
     @property
     def direct(self) -> bool:
@@ -61,10 +68,10 @@ class Leak:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One trial's result under one condition, or that of a group of conditions.
+class ProbeResult:
+    """One probe's result under one condition; without a probe, why a condition was not tried or what it shows by itself.
 
-    A trial returns `doubt` where the movement is near the noise; the audit then repeats it on the float64 copy, so that no
+    A probe returns `doubt` where the movement is near the noise; the audit then repeats it on the float64 copy, so that no
     report contains a `doubt`.
     """
 
@@ -73,10 +80,17 @@ class Finding:
     leaks: tuple[Leak, ...] = ()
     measured: dict[str, Any] = field(default_factory=dict)
     probe: str = ""  # set by `examine`
-    condition: str = ""  # in words; empty for the example as it is
+    condition: str = ""  # its name; empty for the example as it is
+    words: str = ""  # the condition in words
     mode: str = ""  # the mode and the length that it adds to those of the whole audit
     length: int | None = None
     watch: Any = field(default=None, repr=False)  # two runs that part where the first leak enters
+
+    @property
+    def title(self) -> str:
+        """The probe and its condition, as the report lists them."""
+        under = self.words or self.condition
+        return f"{self.probe}, {under}" if self.probe and under else self.probe or under
 
     @property
     def greatest(self) -> float:
@@ -85,7 +99,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Case:
+class PairOfRuns:
     """Two runs, and the positions at which their rows must agree."""
 
     run: Run
@@ -97,11 +111,11 @@ class Case:
     origin: tuple[int, int] = (0, 0)  # the row and the position of the example at which the compared rows begin
     same_order: bool = False  # both runs add the same sums in the same order
     overflows: bool = False  # numbers may turn infinite or NaN
-    every: bool = False  # each position that differs is a leak, and not only the first
-    earliest: bool = False  # the first position of all rows, and not of the row that differs most
+    all_positions: bool = False  # each position that differs is a leak, and not only the first
+    first_position: bool = False  # the first position of all rows, and not of the row that differs most
     refusable: bool = True  # the model may refuse these inputs
-    noted: bool = True  # a difference is a leak; else the trial itself judges it
-    by_row: bool = False  # whether a row that differs is tried again with no other row changed
+    is_leak: bool = True  # a difference is a leak; else the probe itself judges it
+    isolate_row: bool = False  # whether a row that differs is tried again with no other row changed
     keys: Bools | None = None  # (N,) or (B, N): what is changed, where a leak is to be followed down to one key
 
     def leak(self, row: int, position: int, size: float) -> Leak:
@@ -126,7 +140,7 @@ class Case:
 
 
 class Summary(NamedTuple):
-    """What a trial says at its end."""
+    """What a probe says at its end."""
 
     clean: str
     leak: str  # `{count}` is the number of leaks
@@ -135,28 +149,30 @@ class Summary(NamedTuple):
 
 
 class Skipped(Exception):
-    """Raised by a trial that could not be run, with the reason and what was measured."""
+    """Raised by a probe that could not be run, with the reason and what was measured."""
 
     def __init__(self, reason: str, measured: dict[str, Any] | None = None) -> None:
         super().__init__(reason)
         self.measured = measured or {}
 
 
-Cases: TypeAlias = Generator[Case, Difference | None, Summary]  # is sent the difference; None where the model refuses
-Function: TypeAlias = Callable[[Context], Cases | Finding]
+PairsOfRuns: TypeAlias = Generator[
+    PairOfRuns, Difference | None, Summary
+]  # is sent the difference; None where the model refuses
+Function: TypeAlias = Callable[[Context], PairsOfRuns | ProbeResult]
 
 
-def requested_but_not_run(finding: Finding, value: Any) -> str | None:
-    """Why a trial did not do what its argument requests; None where it did, or where it found a leak."""
-    if finding.status == "skipped":
-        return finding.message
-    refused = finding.measured.get("refused")
-    return str(next(iter(refused.values()))) if refused and finding.status != "leak" else None
+def requested_but_not_run(result: ProbeResult) -> str | None:
+    """Why a probe did not do what its argument requests; None where it did, or where it found a leak."""
+    if result.status == "skipped":
+        return result.message
+    refused = result.measured.get("refused")
+    return str(next(iter(refused.values()))) if refused and result.status != "leak" else None
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One check of the audit. Verdict, report and documentation read its fields; none of them knows a trial by name."""
+class Probe:
+    """One check of the audit. Verdict, report and documentation read its fields; none of them knows a probe by name."""
 
     name: str
     does: str
@@ -165,14 +181,12 @@ class Trial:
     needs: str = ""  # as the documentation lists it; the function raises Skipped where it is missing
     pairs: bool = False  # its leaks are pairs of positions of its input; others are about lengths, pads, rows or caches
     reshapes: bool = False  # it compares runs of different shapes, where rounding can flip a discrete choice
-    skipped_after: tuple[str, ...] = ()  # a leak of one of these would only be found again
-    argument: str | None = None  # the argument of `audit` that requests it
-    not_run: Callable[[Finding, Any], str | None] = requested_but_not_run
+    argument: str | None = None  # the field of `Model` that requests it
 
 
-def trial(name: str, does: str, finds: str, **fields: Any) -> Callable[[Function], Trial]:
-    """Make a trial of the function below it; the arguments are the fields of `Trial`."""
-    return lambda function: Trial(name, does, finds, function, **fields)
+def probe(name: str, does: str, finds: str, **fields: Any) -> Callable[[Function], Probe]:
+    """Make a probe of the function below it; the arguments are the fields of `Probe`."""
+    return lambda function: Probe(name, does, finds, function, **fields)
 
 
 def describe_movement(size: float) -> str:
@@ -184,39 +198,51 @@ def describe_movement(size: float) -> str:
     return "turns from finite to infinite or NaN, or back" if math.isinf(size) else f"moves by {size:.2g}"
 
 
-def examine(context: Context, trial: Trial) -> Finding:
-    """Run a trial, and put its name and condition on what it found."""
-    context.trial, words = trial.name, context.condition.words
+def examine(context: Context, probe: Probe) -> ProbeResult:
+    """Run a probe, and put its name and condition on what it found."""
+    context.probe, condition = probe.name, context.condition
     try:
-        result = trial.function(context)
-        finding = result if isinstance(result, Finding) else _Comparisons(context, trial.pairs).finding(result)
+        result = probe.function(context)
+        finding = result if isinstance(result, ProbeResult) else _Comparisons(context, probe.pairs).finding(result)
     except Skipped as skipped:
-        finding = Finding("skipped", str(skipped), (), skipped.measured)
+        finding = ProbeResult("skipped", str(skipped), (), skipped.measured)
     except LowtriError:
         raise
     except Exception as error:
         raise _raised(context, error) from error
-    own: dict[str, Any] = {"paired": trial.pairs, "under": words, "drawn": context.condition.length is None}
-    # Leaks that other trials found under conditions of their own keep what they are.
-    leaks = tuple(replace(leak, probe=trial.name, **({} if leak.under else own)) for leak in finding.leaks)
-    return replace(finding, probe=trial.name, condition=words, leaks=leaks)
+    own: dict[str, Any] = {"probe": probe.name, "condition": condition.name, "under": condition.words}
+    in_picture = condition.length is None
+    leaks = tuple(
+        replace(leak, paired=probe.pairs and not leak.by_state, in_picture=in_picture, **own) for leak in finding.leaks
+    )
+    return replace(
+        finding,
+        probe=probe.name,
+        condition=condition.name,
+        words=condition.words,
+        mode="training mode" if condition.training else "",
+        length=condition.length,
+        leaks=leaks,
+    )
 
 
 @dataclass
 class _Comparisons:
-    """What the cases of one trial show so far."""
+    """What the cases of one probe show so far."""
 
     context: Context
     pairs: bool
-    sure: dict[tuple[int, int, int], Leak] = field(default_factory=dict)
-    doubtful: dict[tuple[int, int, int], Leak] = field(default_factory=dict)
+    confirmed: dict[tuple[int, int, int], Leak] = field(default_factory=dict)
+    unconfirmed: dict[tuple[int, int, int], Leak] = field(default_factory=dict)
     greatest: float = 0.0
     bisected: int = 0
     runs: int = 0
+    refused: str = ""  # why the model refused inputs, the first time
+    answered: bool = False  # whether it took any
     poisoned: int = 0
     watch: Any = None
 
-    def finding(self, cases: Cases) -> Finding:
+    def finding(self, cases: PairsOfRuns) -> ProbeResult:
         """Run all cases."""
         try:
             case = next(cases)
@@ -229,26 +255,30 @@ class _Comparisons:
                 counted = {"greatest": 0.0, "runs": self.runs, "poisoned": self.poisoned}
                 raise Skipped(str(skipped), counted | skipped.measured) from None
             raise
-        pairs = self.sure or self.doubtful  # doubtful pairs add nothing to sure ones
+        pairs = self.confirmed or self.unconfirmed  # unconfirmed pairs add nothing to sure ones
         leaks = tuple(pairs[pair] for pair in (sorted(pairs) if self.pairs else pairs))
         measured = {"greatest": self.greatest, "runs": self.runs, "poisoned": self.poisoned, **summary.measured}
         if summary.warning:
-            return Finding("warning", summary.warning, (), measured)
+            return ProbeResult("warning", summary.warning, (), measured)
+        if not leaks and self.refused and not self.answered:
+            return ProbeResult("skipped", f"no run succeeded: {self.refused}", (), measured)
         if not leaks:
-            return Finding("clean", summary.clean, (), measured)
+            return ProbeResult("clean", summary.clean, (), measured)
         message = f"{summary.leak.format(count=len(leaks))}, {describe_difference(self.greatest)}"
-        return Finding("leak" if self.sure else "doubt", message, leaks, measured, watch=self.watch)
+        return ProbeResult("leak" if self.confirmed else "doubt", message, leaks, measured, watch=self.watch)
 
-    def take(self, case: Case) -> Difference | None:
+    def take(self, case: PairOfRuns) -> Difference | None:
         """Run a case, and note what differs."""
         self.runs += 1
-        self.context.show_progress(self.context.trial, self.runs)
+        self.context.show_progress(self.context.probe, self.runs)
         try:
             outputs = case.outputs(self.context)
         except Exception as error:
             if case.refusable:
+                self.refused = self.refused or first_line(error)
                 return None
             raise _raised(self.context, error) from error
+        self.answered = True
         difference = compare(
             *outputs, self.context.noise, case.where, same_order=case.same_order, overflows=case.overflows
         )
@@ -256,13 +286,13 @@ class _Comparisons:
         if case.keys is not None:
             self._follow(case, np.atleast_2d(case.keys), difference)
             return difference
-        if not case.noted:
+        if not case.is_leak:
             return difference
         self.greatest = max(self.greatest, difference.greatest)
         if difference.status == "clean":
             return difference
-        spots = [difference.first(of_all_rows=case.earliest)]
-        if case.every:
+        spots = [difference.first(of_all_rows=case.first_position)]
+        if case.all_positions:
             spots = [(r, q, float(difference.sizes[r, q])) for r, q in np.argwhere(difference.sizes > 0).tolist()]
         confirmed: dict[int, Any] = {}
         for row, position, size in spots:
@@ -270,24 +300,24 @@ class _Comparisons:
             if kind == "clean":
                 continue
             leak = case.leak(row, position, size)
-            if case.by_row and len(difference.sizes) > 1 and self._pair(leak) not in self.sure:
+            if case.isolate_row and len(difference.sizes) > 1 and self._pair(leak) not in self.confirmed:
                 if row not in confirmed:
                     confirmed[row] = self._row_alone(case, row)
                 alone = confirmed[row]
                 if alone is not None and not alone[position] >= size / 4:
-                    continue  # another row of the batch does it: the trial of rows names that one
+                    continue  # another row of the batch does it: the probe of rows names that one
             self._note(leak, kind, case, (row, position))
         return difference
 
-    def _row_alone(self, case: Case, row: int) -> Any:
+    def _row_alone(self, case: PairOfRuns, row: int) -> Any:
         """How far the positions of a row, (N,), move where nothing but this row changes; None where that does not run."""
-        inputs, changed, system = self.context.inputs, case.run.inputs, self.context.system
+        inputs, changed, tested = self.context.inputs, case.run.inputs, self.context.tested
         where = np.broadcast_to(case.where, (inputs.batch, changed.n))
         if changed.n == inputs.n:
             mixed = inputs.change(np.arange(inputs.batch)[:, None] == row, changed)
-            return self.context.compare(system(mixed), where).sizes[row]
+            return self.context.compare(tested(mixed), where).sizes[row]
         try:
-            whole, short = (system(one.rows([row]))[:, : changed.n] for one in (inputs, changed))
+            whole, short = (tested(one.rows([row]))[:, : changed.n] for one in (inputs, changed))
             return compare(whole, short, self.context.noise, where[[row]]).sizes[0]
         except Exception:
             return None
@@ -295,16 +325,26 @@ class _Comparisons:
     def _pair(self, leak: Leak) -> tuple[int, int, int]:
         return leak.query, leak.key, -1 if self.pairs else leak.row
 
-    def _note(self, leak: Leak, kind: Kind, case: Case, spot: tuple[int, int]) -> None:
-        sure = kind == "leak" and (bool(self.sure) or self._repeats(leak, case, spot))
-        leaks, pair = self.sure if sure else self.doubtful, self._pair(leak)
+    def _note(self, leak: Leak, kind: Kind, case: PairOfRuns, spot: tuple[int, int]) -> None:
+        confirmed = kind == "leak" and bool(self.confirmed)
+        if kind == "leak" and not confirmed:
+            confirmed = self._repeats(leak, case, spot)
+            if confirmed and not self._repeats_on_copies(leak, case, spot):
+                where = (
+                    f"output {leak.query} {describe_movement(leak.size)} between two calls of the model that is audited"
+                )
+                note = (
+                    f"the model keeps state between calls: {where}, and not between two copies that were never called"
+                )
+                leak = replace(leak, key=leak.query, note=note, by_state=True)
+        leaks, pair = self.confirmed if confirmed else self.unconfirmed, self._pair(leak)
         if pair not in leaks or leaks[pair].size < leak.size:
             leaks[pair] = leak
-        if sure and self.watch is None:
+        if confirmed and self.watch is None:
             runs = (case.before or self.context.example).watch(*spot), case.run.watch(*spot)
             self.watch = None if None in runs else runs
 
-    def _repeats(self, leak: Leak, case: Case, spot: tuple[int, int]) -> bool:
+    def _repeats(self, leak: Leak, case: PairOfRuns, spot: tuple[int, int]) -> bool:
         """Whether the first leak shows again; then the model is known to repeat itself."""
         if case.before is not None:
             return True
@@ -313,13 +353,27 @@ class _Comparisons:
             return True
         return bool(compare(before, after, self.context.noise).moved[spot] >= leak.size / 2)
 
-    def _follow(self, case: Case, changed: Bools, difference: Difference) -> None:
+    def _repeats_on_copies(self, leak: Leak, case: PairOfRuns, spot: tuple[int, int]) -> bool:
+        """Whether the first leak shows between two copies that were never called; True where that cannot be tried."""
+        context = self.context
+        if context.fresh_copy is None or case.before is not None or context.tested.restoring:
+            return True
+        try:
+            with context.on_copy() as one, context.on_copy() as other:
+                before, after = one(context.inputs), other(case.run.inputs)
+        except Exception:
+            return True
+        if before.shape != after.shape:
+            return True
+        return bool(compare(before, after, context.noise).moved[spot] >= leak.size / 4)
+
+    def _follow(self, case: PairOfRuns, changed: Bools, difference: Difference) -> None:
         """For each row, one query that moved and one key that moves it alone, by halving."""
         wrong = difference.sizes > 0  # (B, N)
         for row in np.flatnonzero(wrong.any(axis=1)).tolist():
             query = int(np.flatnonzero(wrong[row])[-1])
             kind = self.context.noise.classify(float(difference.sizes[row, query]), difference.scale)
-            known = self.sure if kind == "leak" else {**self.sure, **self.doubtful}
+            known = self.confirmed if kind == "leak" else {**self.confirmed, **self.unconfirmed}
             if self.bisected >= _BISECTED or any(q == query for q, _, _ in known):
                 continue
             self.bisected += 1
@@ -341,7 +395,7 @@ class _Comparisons:
             self.greatest = max(self.greatest, one[0])
             self._note(single.leak(row, query, one[0]), kind, single, (row, query))
 
-    def _moved(self, case: Case, keys: Any, row: int, query: int, kind: Kind) -> tuple[float, Run] | None:
+    def _moved(self, case: PairOfRuns, keys: Any, row: int, query: int, kind: Kind) -> tuple[float, Run] | None:
         """How far these keys of a row alone move the query, and the run that shows it; None where that is of another kind."""
         example = self.context.inputs
         one = np.isin(np.arange(example.n), keys) & (np.arange(example.batch)[:, None] == row)
@@ -353,98 +407,109 @@ class _Comparisons:
 
 
 def _raised(context: Context, error: Exception) -> CallError:
-    """What to do about a model that raises in the middle of a trial."""
+    """What to do about a model that raises in the middle of a probe."""
     if isinstance(error, CallError):
         return error
     fix = "the model must take any values in place of the example's"
     if isinstance(error, IndexError) and context.inputs.discrete:
-        fix = f"vocab_size=, which says how many ids there are; they were drawn up to {int(context.vocabulary.max())}"
-    return CallError(f"audit: the model raised {first_line(error)}, in the trial {context.trial}.\nFix: {fix}.")
+        fix = f"Model(vocab_size=), which says how many ids there are; they were drawn up to {int(context.vocabulary.max())}"
+    return CallError(f"audit: the model raised {first_line(error)}, in the probe {context.probe}.\nFix: {fix}.")
 
 
-def chosen_trials(names: Sequence[str] | None, trials: Sequence[Trial]) -> list[Trial]:
-    """The trials to run, in the order in which they run."""
-    if isinstance(names, str):
-        raise CallError(f"audit: probes={names!r} is one text, expected a list of names.\nFix: probes=[{names!r}].")
-    if names is not None and not len(names):
-        raise CallError("audit: probes=[] would look at nothing.\nFix: name a probe, or drop probes= to run them all.")
-    known = [trial.name for trial in trials]
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise CallError(f"audit: no probe is called {unknown[0]!r}; there are {', '.join(known)}.")
-    return [trial for trial in trials if names is None or trial.name in names]
+def chosen_names(argument: str, given: Any, known: Sequence[str]) -> list[str] | None:
+    """The names that an argument lists, as a text with commas or as a list; None where it was not given."""
+    if given is None:
+        return None
+    one = argument.rstrip("s")
+    if not isinstance(given, (str, list, tuple, set)):
+        raise CallError(f"audit: {argument}={given!r}, expected a list of names.\nFix: {argument}=[{known[0]!r}], say.")
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
+    names = [name for name in names if name != ""]
+    if not names:
+        raise CallError(
+            f"audit: {argument}={given!r} would look at nothing.\nFix: name a {one}, or drop {argument}= to run them all."
+        )
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise CallError(
+            f"audit: no {one} is called {unknown!r}; there are {', '.join(known)}.\nFix: {argument}={known[0]!r}, say."
+        )
+    return names
 
 
-def run_trials(context: Context, trials: Sequence[Trial], *, first: bool = False) -> tuple[list[Finding], list[str]]:
-    """Run the trials, with `first` up to the first leak; repeat those in doubt on the float64 copy.
+def run_probes(
+    context: Context, probes: Sequence[Probe], *, first: bool = False
+) -> tuple[list[ProbeResult], list[str]]:
+    """Run the probes, with `first` up to the first leak; repeat those in doubt on the float64 copy.
 
     Returns:
-        One finding for each trial, and notes on what the float64 copy decided.
+        One finding for each probe, and notes on what the float64 copy decided.
     """
-    findings: list[Finding] = []
+    findings: list[ProbeResult] = []
     notes = []
-    for trial in trials:
-        if any(finding.status == "leak" and finding.probe in trial.skipped_after for finding in findings):
-            # A model that leaks does so under most other conditions, too: to try them costs as much again and adds nothing.
-            findings.append(Finding("skipped", "not tried, since the model leaks without it", probe=trial.name))
-            continue
-        finding, note = _decided(context, trial)
+    for probe in probes:
+        finding, note = _decided(context, probe)
         findings.append(finding)
-        notes += [f"{trial.name}: {note}"] if note else []
+        notes += [f"{probe.name}: {note}"] if note else []
         if first and finding.status == "leak":
             break
     return findings, notes
 
 
 def require_requested(
-    findings: Sequence[Finding], trials: Sequence[Trial], options: Options
-) -> tuple[list[Finding], list[str]]:
-    """A trial that an argument requests and that did not run is undecided, never passed over.
+    results: Sequence[ProbeResult], probes: Sequence[Probe], requested: Mapping[str, Any]
+) -> tuple[list[ProbeResult], list[str]]:
+    """A probe that a field of `Model` requests and that did not run is undecided, never passed over.
 
     Returns:
-        The findings, and a note for each argument whose trial was not among those to run.
+        The results, and a note for each field whose probe was not among those to run.
     """
-    by_name, notes = {finding.probe: finding for finding in findings}, []
-    for trial in trials:
-        value = getattr(options, trial.argument) if trial.argument else None
-        if value is None or value is False:
+    results, notes = list(results), []
+    for probe in probes:
+        if probe.argument is None or requested.get(probe.argument) is None:
             continue
-        finding = by_name.get(trial.name)
-        if finding is None:
-            notes.append(f"{trial.argument}= was not used: probes= leaves {trial.name} out")
+        index = next((i for i, r in enumerate(results) if r.probe == probe.name and not r.condition), None)
+        if index is None:
+            notes.append(f"{probe.argument}= was not used: probes= leaves {probe.name} out")
             continue
-        reason = trial.not_run(finding, value)
+        reason = requested_but_not_run(results[index])
         if reason is not None:
-            message = f"{trial.argument}= was requested and did not run: {reason}"
-            by_name[trial.name] = replace(finding, status="undecided", message=message)
-    return list(by_name.values()), notes
+            message = f"{probe.argument}= was requested and did not run: {reason}"
+            results[index] = replace(results[index], status="undecided", message=message)
+    return results, notes
 
 
-def nothing_ran(findings: Sequence[Finding]) -> str | None:
-    """Why there is no verdict at all, where every trial was skipped."""
+def require_repeatable(context: Context) -> None:
+    """Skip what compares calls of other shapes, where a model draws random numbers."""
+    if context.noise.random:
+        raise Skipped("the model draws random numbers, and another length draws others")
+
+
+def nothing_ran(findings: Sequence[ProbeResult]) -> str | None:
+    """Why there is no verdict at all, where every probe was skipped."""
     if any(finding.status != "skipped" for finding in findings):
         return None
-    return "; ".join(f"{f.probe} was requested and did not run: {f.message}" for f in findings) or None
+    return "; ".join(f"{f.title} was requested and did not run: {f.message}" for f in findings) or None
 
 
-def _decided(context: Context, trial: Trial) -> tuple[Finding, str]:
-    """The trial's finding, from the float64 copy where it is in doubt; and a note on what the copy decided."""
-    finding = examine(context, trial)
-    if finding.status != "doubt" and not (finding.status == "leak" and trial.reshapes):
-        return _with_module(context, trial, finding), ""
+def _decided(context: Context, probe: Probe) -> tuple[ProbeResult, str]:
+    """The probe's finding, from the float64 copy where it is in doubt; and a note on what the copy decided."""
+    finding = examine(context, probe)
+    if finding.status != "doubt" and not (finding.status == "leak" and probe.reshapes):
+        return _with_module(context, probe, finding), ""
     copy64, size = context.float64, finding.greatest
     if isinstance(copy64, str):
-        return _without_copy(context, trial, finding, copy64), ""
-    second = examine(copy64, trial)
+        return _without_copy(context, probe, finding, copy64), ""
+    second = examine(copy64, probe)
     if second.status == "skipped":
-        return _without_copy(context, trial, finding, second.message), ""
+        return _without_copy(context, probe, finding, second.message), ""
     if second.status != "leak" and math.isinf(size):
         reason = f"{finding.message}, in the model's precision and not in float64"
         return replace(finding, status="undecided", message=reason, leaks=()), ""
     if second.status == "clean":
         return second, f"up to {size:.2g} in the model's precision vanishes in float64: rounding"
     if second.status not in ("doubt", "undecided"):
-        return _with_module(copy64, trial, second), "confirmed in float64"
+        return _with_module(copy64, probe, second), "confirmed in float64"
     # In float64 rounding is some 1e-15; what shrank with the precision is noise that the copy still rounds.
     if second.greatest >= size / 30:
         return replace(second, status="undecided", leaks=()), ""
@@ -452,10 +517,10 @@ def _decided(context: Context, trial: Trial) -> tuple[Finding, str]:
     return replace(second, status="clean", message=f"nothing beyond rounding ({sizes})", leaks=()), ""
 
 
-def _without_copy(context: Context, trial: Trial, finding: Finding, reason: str) -> Finding:
+def _without_copy(context: Context, probe: Probe, finding: ProbeResult, reason: str) -> ProbeResult:
     """What can be said of a finding that no float64 copy decides, for the given reason."""
-    if finding.status == "leak" and not (trial.reshapes and context.discrete_output):
-        return _with_module(context, trial, finding)
+    if finding.status == "leak" and not (probe.reshapes and context.discrete_output):
+        return _with_module(context, probe, finding)
     in_float64 = context.noise.eps <= np.finfo(np.float64).eps
     if finding.status == "doubt" and in_float64 and not context.discrete_output:
         message = f"nothing beyond the rounding of float64 ({finding.greatest:.2g})"
@@ -464,20 +529,20 @@ def _without_copy(context: Context, trial: Trial, finding: Finding, reason: str)
     return replace(finding, status="undecided", message=message, leaks=())
 
 
-def _with_module(context: Context, trial: Trial, finding: Finding) -> Finding:
+def _with_module(context: Context, probe: Probe, finding: ProbeResult) -> ProbeResult:
     """Name the module where each leak enters, from two runs that part there."""
-    if not finding.leaks or context.system.module is None:
+    if not finding.leaks or context.tested.module is None:
         return finding
     from lowtri.auditing.torch_hooks import locate
 
     first, pairs = finding.leaks[0], [] if finding.watch is None else [finding.watch]
-    if trial.pairs:
+    if probe.pairs:
         # The key that is furthest away: no strided part has both in one stride.
         key = max((k.key for k in finding.leaks if k.query == first.query), key=lambda key: abs(key - first.query))
         changed = context.run(context.inputs.change(np.arange(context.n) == key, context.fresh(0)))
         pairs.insert(0, tuple(run.watch(first.row, first.query) for run in (context.example, changed)))
     try:
-        names = (locate(pair[0], pair[1], context.system.signature.position_axes[0]) for pair in pairs)
+        names = (locate(pair[0], pair[1], context.tested.signature.position_axes[0]) for pair in pairs)
         name = next((name for name in names if name is not None), None)
     except Exception:
         name = None
