@@ -21,7 +21,8 @@ SOURCE = Path(lowtri.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 LIBRARIES = {"torch", "numba", "llvmlite", "transformers", "tokenizers", "safetensors", "numpy", "typer", "rich"}
 UNDOCUMENTED = ("numba.core", "numba.np", "numba.cpython", "torch.utils._pytree")
-DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace"}  # by Python: of named tuples, and os._exit
+# By Python: of named tuples, and os._exit.
+DOCUMENTED = {"_asdict", "_exit", "_field_defaults", "_fields", "_make", "_replace"}
 
 
 def is_private(name: str) -> bool:

@@ -331,7 +331,7 @@ def test_the_whole_message_of_an_engine_that_cannot():
         EngineError, match=r"there is no engine 'flash'\. There are: auto, .*sdpa, flex, formula, reference\."
     ):
         attention(T, T, T, "causal", engine="flash")
-    with pytest.raises(EngineError, match="there is no engine None"):
+    with pytest.raises(EngineError, match="engine is None; expected a name: auto, cpu"):
         attention(T, T, T, "causal", engine=None)
 
 

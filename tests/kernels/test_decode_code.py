@@ -35,7 +35,7 @@ COMPILED = """
 """
 FLAGS = "+sse4.2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd"
 # Called once for a part of the cache or for an output, never for a key; the rest is Numba's, for errors that the kernel does not raise.
-ALLOWED = {"exp2f", "logf", "memset"}
+ALLOWED = {"exp2f", "log2f", "logf", "memset"}
 LOOP = r"^(\.L\w+):[^\n]*\n((?:(?!\.L\w+:).*\n)*?\t(?:j\w+|b\.\w+|cbn?z|tbn?z)\t(?:.*, )?\1\n)"  # an innermost one
 
 

@@ -66,7 +66,7 @@ class Step(np.ndarray[Any, np.dtype[Any]]):
         visible: (Nq, Nk), or (H, Nq, Nk) with several heads; True = may see.
     """
 
-    _text: StepText | None
+    about: StepText | None
     unmasked: NDArray[Any] | None
     visible: NDArray[np.bool_]
 
@@ -74,11 +74,11 @@ class Step(np.ndarray[Any, np.dtype[Any]]):
         cls, value: NDArray[Any], text: StepText, unmasked: NDArray[Any] | None, visible: NDArray[np.bool_]
     ) -> Step:
         step = np.asarray(value).view(cls)
-        step._text, step.unmasked, step.visible = text, unmasked, visible
+        step.about, step.unmasked, step.visible = text, unmasked, visible
         return step
 
     def __array_finalize__(self, parent: Any) -> None:
-        self._text = getattr(parent, "_text", None)
+        self.about = getattr(parent, "about", None)
         self.unmasked = getattr(parent, "unmasked", None)
         self.visible = getattr(parent, "visible", np.ones((0, 0), bool))
 
@@ -90,7 +90,7 @@ class Step(np.ndarray[Any, np.dtype[Any]]):
         return self.value[key]
 
     def __reduce__(self) -> Any:
-        return Step, (self.value, self._text, self.unmasked, self.visible)
+        return Step, (self.value, self.about, self.unmasked, self.visible)
 
     @property
     def value(self) -> NDArray[Any]:
@@ -98,23 +98,23 @@ class Step(np.ndarray[Any, np.dtype[Any]]):
 
     @property
     def name(self) -> str:
-        return self._text.name if self._text else ""
+        return self.about.name if self.about else ""
 
     @property
     def formula(self) -> str:
-        return self._text.formula if self._text else ""
+        return self.about.formula if self.about else ""
 
     @property
     def sentence(self) -> str:
-        return self._text.sentence if self._text else ""
+        return self.about.sentence if self.about else ""
 
     @property
     def rows(self) -> tuple[str, ...]:
-        return self._text.rows if self._text else ()
+        return self.about.rows if self.about else ()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return self._text.columns if self._text else ()
+        return self.about.columns if self.about else ()
 
     @property
     def hatched(self) -> bool:
@@ -122,9 +122,9 @@ class Step(np.ndarray[Any, np.dtype[Any]]):
         return self.name in ("mask", "masked", "weights")
 
     def _repr_html_(self) -> str | None:
-        if self._text is None or self.ndim not in (2, 3):
+        if self.about is None or self.ndim not in (2, 3):
             return None
-        return output("step", [*_section(self, self.visible, self._text.lang)], _STYLE)
+        return output("step", [*_section(self, self.visible, self.about.lang)], _STYLE)
 
 
 @dataclass(frozen=True)
