@@ -50,9 +50,8 @@ class Named:
 
     def audit(self, **options: Any) -> AuditReport:
         """Does the decoder see later tokens?"""
-        report: AuditReport = lowtri.audit(
-            self.model, self.given, input=self.sequence, vocab_size=VOCABULARY, **options
-        )
+        model = lowtri.Model(self.model, inputs=self.sequence, vocab_size=VOCABULARY)
+        report: AuditReport = lowtri.audit(model, self.given, **options)
         return report
 
 
