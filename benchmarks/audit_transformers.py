@@ -140,9 +140,10 @@ def cells_of(name: str, class_name: str, show: bool) -> Iterator[tuple[str, dict
             continue
         for padding, mask in MASKS.items():
             example = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": torch.tensor(mask)}
-            probes = [*PROBES, "code_paths"] if (attention, padding) == ("sdpa", "none") else PROBES
+            conditions = "eval,code_paths" if (attention, padding) == ("sdpa", "none") else "eval"
+            adapter = lowtri.Model(model, vocab_size=99)
             try:
-                report = lowtri.audit(lowtri.Model(model, vocab_size=99), example, length=0, probes=probes)
+                report = lowtri.audit(adapter, example, length=0, probes=PROBES, conditions=conditions)
             except Exception as error:
                 yield f"{attention} {padding}", {"verdict": "does not run", "why": first_line(error)}
                 continue
@@ -153,7 +154,7 @@ def cells_of(name: str, class_name: str, show: bool) -> Iterator[tuple[str, dict
                 cell["why"] = report.message
             if report.leaks:
                 cell["confirmed"] = confirmed(model, example)
-            cell["warnings"] = [f"{f.probe}: {f.message}" for f in report.warnings]
+            cell["warnings"] = [f"{f.title}: {f.message}" for f in report.warnings]
             yield f"{attention} {padding}", cell
 
 

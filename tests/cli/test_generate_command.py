@@ -77,6 +77,7 @@ def test_both_verbs_read_each_form(
     assert says(capsys, "generate", name, "9 green", "--max-new-tokens", 6, "--no-cache")[0] == out
     reached = {"window": "causal & window(3) x 2 layers", "decoder": "causal & window(4) x 2 layers"}
     out = says(capsys, "audit", name, "--length", 12, "--probes", "change")[0]
+    out = out.partition("\n")[2]  # behind the measured mask
     assert out.startswith(f"no leak found against {reached.get('window' if form == 'hub' else form, 'causal')}"), out
 
 
@@ -87,7 +88,7 @@ def test_the_audit_finds_the_leak_of_an_encoder_and_generate_refuses_a_model_tha
     varied(transformers.BertModel(transformers.BertConfig(**sizes))).save_pretrained(tmp_path / "encoder")
     assert "leak against causal: " in says(capsys, "audit", tmp_path / "encoder", "--probes", "change", code=1)[0]
     found = says(capsys, "audit", tmp_path / "encoder", "--probes", "change", "--mask", "full")[0]
-    assert found.startswith("no leak found against full: ")
+    assert found.startswith("measured mask: full\nno leak found against full: ")
     both = varied(transformers.BertLMHeadModel(transformers.BertConfig(**sizes, is_decoder=False)))
     both.save_pretrained(tmp_path / "both")
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer()).save_pretrained(tmp_path / "both")

@@ -1,20 +1,30 @@
 """Measures which inputs a model's outputs depend on, and compares this with the declared mask.
 
-A *tested* maps inputs to rows. A *condition* is a value: a mode, a keyword, an attention implementation, a length. A *probe* is a
-generator of cases (a run, the positions whose rows must agree with the example's, a sentence); one engine runs and compares them.
+The *model under test* maps inputs to rows. A *probe* is a generator of pairs of runs (a run, the positions whose rows must agree
+with the example's, a sentence); a *condition* is what probes run under. Every probe runs under every condition that is of use to
+it, and one engine runs and compares the pairs.
 
-model_under_test the example as (B, N, ...) arrays, the call that they turn back into, and its rows (B, N, F), each from the same seed
-torch_hooks   the float64 copy, leaves to differentiate, the first module at which two runs part, the masks of attention
-context       the noise, the difference of two runs, and what probes work on: a model under a condition, its inputs, random inputs
-probe         probes, and the engine that runs their cases, repeats doubts in float64 and names modules
-probes        change, gradient, prefix, poison, sensitivity; batch, padding, packing
-conditions    the conditions that are tried: other code paths, training mode, a longer example
-caches        ways to decode with a cache, and what is kept between calls
-audit         reads the arguments, runs the probes, reports; the list of probes
-infer         which mask a model has: the simplest formula for a table of pairs, and the masks of its layers
-report        the verdict: text, drawing, JSON, HTML
-loading       a model from `FILE.py:make_model` or from a folder, and the mask that its config declares
-plugin        pytest: the `lowtri_audit` fixture and the option `--lowtri-audit`
+adapter           `Model`: what a caller says about a model
+arguments         what the arguments of `audit` and `infer_mask` must be
+example           the example as (B, N, ...) arrays, and the call that they turn back into
+restoring         what a model keeps, and how it is put back
+model_under_test  a call, and its rows (B, N, F), each from the same seed
+declared          the declared mask: pairs, pads, documents
+torch_hooks       the float64 copy, leaves to differentiate, the first module at which two runs differ, the masks of attention
+context           the noise, the difference of two runs, and what probes work on: a model under a condition, random inputs
+probe             probes, and the engine that runs their pairs, repeats doubts in float64 and names modules
+probes            change, gradient, prefix, poison, sensitivity
+neighbours        batch, packing
+pads              padding, and the pads of an encoder-decoder's source
+caches            ways to decode with a cache
+state             what is kept between calls
+separators        tokens at which documents end
+conditions        other code paths, training mode, a longer example, the compiler
+infer             which mask a model has: the simplest formula for a table of pairs, and the masks of its layers
+audit             reads the arguments, runs the probes under the conditions, reports; the list of probes
+report            the verdict: text, drawing, JSON, HTML
+loading           a model from `FILE.py:make_model` or from a folder, and the mask that its config declares
+plugin            pytest: the `lowtri_audit` fixture and the option `--lowtri-audit`
 """
 
 from __future__ import annotations
