@@ -75,7 +75,8 @@ def kernels_of(call: Any, training: bool) -> dict[str, list[float]]:
         results = call()
         if training:
             results.sum().backward()
-    return dict(zip(("forward", "backward") if training else ("forward", "weights"), found, strict=False))
+    names = ("forward", "backward") if training else ("no gradients", "weights")
+    return dict(zip(names, found, strict=False))
 
 
 def rows_of(name: str, call: Any, training: bool) -> None:
@@ -89,7 +90,7 @@ def rows_of(name: str, call: Any, training: bool) -> None:
             share = alone[kernel] / (threads * until_done(seconds, threads))
             lines.setdefault(kernel, []).append(f"{share:5.2f} ({len(seconds)})" if threads > 1 else "")
     for kernel, cells in lines.items():
-        print(f"{name:58} {kernel:9} {alone[kernel] * 1e3:8.1f} ms " + "".join(f"{cell:>13}" for cell in cells[1:]))
+        print(f"{name:58} {kernel:12} {alone[kernel] * 1e3:8.1f} ms " + "".join(f"{cell:>13}" for cell in cells[1:]))
 
 
 def main() -> None:
