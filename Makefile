@@ -81,6 +81,7 @@ lint: $(VENV)/installed-lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q --noconftest -p no:cacheprovider tests/test_code_laws.py
 
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict
