@@ -147,10 +147,10 @@ def _parts(mask: Mask, kinds: tuple[type, ...]) -> Iterator[Mask]:
     waiting: list[Any] = [mask]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, kinds):
-            yield part
         if isinstance(part, Mask):
-            waiting += [getattr(part, field.name) for field in fields(part)]
+            if isinstance(part, kinds):
+                yield part
+            waiting += [getattr(part, field.name) for field in fields(part)]  # type: ignore[arg-type]
         elif isinstance(part, tuple):
             waiting += [value for value in part if isinstance(value, Mask)]
 

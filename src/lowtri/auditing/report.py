@@ -276,8 +276,8 @@ class AuditReport:
         within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""
         probes = dict.fromkeys(f.probe for f in ran if f.probe)
         skipped = dict.fromkeys(f.probe or f.condition for f in self.findings if f.status == "skipped")
-        skipped = [name for name in skipped if name not in probes]
-        not_tried = f"; not tried: {', '.join(skipped)}" if skipped else ""
+        missing = [name for name in skipped if name not in probes]
+        not_tried = f"; not tried: {', '.join(missing)}" if missing else ""
         return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(probes)}{not_tried}"
 
     def _cells(self, most: int) -> npt.NDArray[np.int64]:

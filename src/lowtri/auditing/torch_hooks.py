@@ -243,8 +243,9 @@ def attention_tables(run: Callable[[], Any]) -> list[Any]:
 @contextlib.contextmanager
 def _own_attention(recorder: _Attentions) -> Iterator[None]:
     """Record the calls of lowtri's own attention, and not what its engines call in turn."""
-    from lowtri.dispatch import attend
+    from lowtri.dispatch import attend as module
 
+    attend: Any = module
     run, find = attend.run_eagerly, attend._find
 
     def recorded(q: Any, k: Any, v: Any, mask: Any, options: Any, learn: Any = None) -> Any:
@@ -269,7 +270,7 @@ def _visible(mask: Any, options: Any, nq: int, nk: int) -> Any:
     q = np.arange(nk - nq, nk)[None] if q is None else q
     k = np.arange(nk)[None] if k is None else k
     n = int(max(q.max(), k.max())) + 1
-    table = np.array(as_mask(mask).dense(n), bool)
+    table: Any = np.array(as_mask(mask).dense(n), bool)
     table = table.any(axis=1) if table.ndim == 4 else table.reshape(-1, n, n)
     rows = max(len(q), len(k), len(table))
     q, k, table = (np.broadcast_to(x, (rows, *x.shape[1:])) for x in (q, k, table))
