@@ -150,8 +150,7 @@ def _parts(mask: Mask, kinds: tuple[type, ...]) -> Iterator[Mask]:
         if isinstance(part, Mask):
             if isinstance(part, kinds):
                 yield part
-            names = [field.name for field in fields(part)]  # type: ignore[arg-type]
-            waiting += [getattr(part, name) for name in names]
+            waiting += [getattr(part, field.name) for field in fields(part)]  # type: ignore[arg-type]
         elif isinstance(part, tuple):
             waiting += [value for value in part if isinstance(value, Mask)]
 

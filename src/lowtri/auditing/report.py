@@ -275,9 +275,9 @@ class AuditReport:
         length = "".join(f" and 1 x {n}" for n in dict.fromkeys(f.length for f in ran if f.length))
         within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""
         probes = dict.fromkeys(f.probe for f in ran if f.probe)
-        not_run = dict.fromkeys(str(f.probe or f.condition) for f in self.findings if f.status == "skipped")
-        skipped = [name for name in not_run if name not in probes]
-        not_tried = f"; not tried: {', '.join(skipped)}" if skipped else ""
+        skipped = dict.fromkeys(f.probe or f.condition for f in self.findings if f.status == "skipped")
+        missing = [name for name in skipped if name not in probes]
+        not_tried = f"; not tried: {', '.join(missing)}" if missing else ""
         return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(probes)}{not_tried}"
 
     def _cells(self, most: int) -> npt.NDArray[np.int64]:
