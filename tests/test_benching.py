@@ -70,7 +70,7 @@ def test_the_table_is_that_of_the_readme() -> None:
         "training causal 2048 D64 bf16",
     ]
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (causal.*?|window.*?) \|", readme.split("## Speed")[1], re.M)
+    rows = re.findall(r"^\| (causal.*?|window.*?) \|", readme.split("## What attention costs")[1], re.M)
     expected = ["causal, 4096 tokens, D 64", "window of 256 in 4096, D 64", "causal 2048, D 64, forward + backward"]
     assert rows == expected
 

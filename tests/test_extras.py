@@ -77,7 +77,7 @@ import lowtri
 
 lines = ["lowtri.nn", "lowtri.verify", "lowtri.plain.MaskedSelfAttention", "import lowtri.nn"]
 lines += [f"import lowtri.integrations.{name}" for name in ("flex", "flash_attn", "torch", "transformers")]
-lines += [f"lowtri.audit(lambda x: x, [[1.0, 2.0]], {option}=True)" for option in ("redraw", "compile")]
+lines += [f"lowtri.audit(lambda x: x, [[1.0, 2.0]], {option})" for option in ("redraw=True", "conditions='compiled'")]
 for line in lines:
     try:
         exec(line)
@@ -96,7 +96,8 @@ def test_what_needs_torch_says_so() -> None:
         "ExtraError lowtri.integrations.transformers needs torch and transformers, which are not installed.\n"
         "Fix: pip install torch transformers\n"
     )
-    said += [f"ExtraError audit: {n}= needs torch, which is not installed.\n{fix}\n" for n in ("redraw", "compile")]
+    options = ("redraw=", 'conditions="compiled"')
+    said += [f"ExtraError audit: {option} needs torch, which is not installed.\n{fix}\n" for option in options]
     assert done.stdout == "".join(said), done.stderr
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lowtri.compat import constant_while_traced
 from lowtri.errors import EngineError
-from lowtri.system import after_fork
+from lowtri.forks import after_fork
 
 
 def known_mask_function(name: str, *arguments: Any) -> Callable[..., Any] | None:

@@ -21,11 +21,11 @@ import numpy as np
 from lowtri.backends import GradientSource, Prepared
 from lowtri.dispatch.choose import choose, load
 from lowtri.dispatch.signature import array_signature, positions_at, with_positions
+from lowtri.forks import after_fork
 from lowtri.masks.arrays import why_not_plain
 from lowtri.masks.mask import Mask
 from lowtri.ops.arguments import arrange, describe
 from lowtri.ops.call import Call, CallOptions, Inputs, Result
-from lowtri.system import after_fork
 
 Run: TypeAlias = Callable[..., Any]  # (q, k, v) or (q, k, v, bias, sinks) -> what the call returns
 

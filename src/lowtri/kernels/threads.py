@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lowtri.forks import after_fork
 from lowtri.kernels.library import Code
-from lowtri.system import after_fork
 
 _forked = False
 _team_has_run = False

@@ -18,7 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import CallError, MaskError
+from lowtri.forks import after_fork, renew_cached_properties
 from lowtri.masks.tile import POSITION_MAX
+
+after_fork(renew_cached_properties)  # of all of lowtri; masks have the first ones
 
 # Shapes that arguments take, by rank.
 VECTOR = {1: "(N,)"}
