@@ -114,7 +114,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "explain: hidden NaN": (lambda: lowtri.explain(SELF, T, hidden=math.nan), "hidden is nan; expected a number"),
     "explain: labels": (lambda: lowtri.explain(SELF, T, tokens=3), "explain: tokens is 3; expected one label"),
-    "explain: heads": (lambda: lowtri.explain(SELF, T, heads=None), "explain: heads is None; expected a whole"),
+    "explain: heads": (lambda: lowtri.explain(SELF, T, heads="x"), "explain: heads is 'x'; expected a whole"),
     "explain: head": (lambda: lowtri.explain(SELF, T, head="x"), "explain: there is no head 'x'"),
     "explain: batch": (lambda: lowtri.explain(SELF, T, batch="x"), "explain: there is no batch row 'x'"),
     "explain: texts": (lambda: lowtri.explain(SELF, "x"), "explain: "),
@@ -151,28 +151,23 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
         "where: the formula mixes NumPy's arrays",
     ),
     **{
-        f"{name}: {what}": (partial(function, MODEL, example, **options), words)
+        f"{name}: {what}": (partial(function, MODEL, example), words)
         for name, function in (("audit", lowtri.audit), ("infer_mask", lowtri.infer_mask))
-        for what, example, options, words in (
-            ("sparse", T.to_sparse(), {}, r"audit: example is a torch.sparse_coo tensor(.|\n)*Fix: example.to_dense"),
-            (
-                "dates",
-                np.array(["2020-01-01", "2020-01-02"], "M8[D]"),
-                {},
-                r"audit: example holds datetime64\[D\] \(2,\)",
-            ),
-            ("texts", np.array(["a", "b"]), {}, "audit: example holds <U1"),
-            (
-                "vocab_size",
-                IDS,
-                {"vocab_size": 2**62},
-                "vocab_size=4611686018427387904, expected a whole number between 2",
-            ),
-            ("vocab_sizes", IDS, {"vocab_size": TWO}, r"vocab_size=array\(\[.*expected a whole number"),
-            ("no input", IDS, {"input": []}, r"audit: input=\[\]; expected the name or number of an entry(.|\n)*Fix"),
-            ("empty input", IDS, {"input": ()}, r"audit: input=\(\); expected the name"),
-            ("input", IDS, {"input": TWO}, r"audit: input=array\(\[.*expected the name"),
-            ("axes", IDS, {"batch_axis": TWO}, "audit: batch_axis=array"),
+        for what, example, words in (
+            ("sparse", T.to_sparse(), r"audit: example is a tensor of the layout torch.sparse_coo(.|\n)*Fix: give ids"),
+            ("dates", np.array(["2020-01-01", "2020-01-02"], "M8[D]"), r"audit: example is of datetime64\[D\] \(2,\)"),
+            ("texts", np.array(["a", "b"]), "audit: example is of <U1"),
+        )
+    },
+    **{
+        f"Model: {what}": (partial(lowtri.Model, MODEL, **options), words)
+        for what, options, words in (
+            ("vocab_size", {"vocab_size": 2**62}, "vocab_size=4611686018427387904, expected a whole number from 2"),
+            ("vocab_sizes", {"vocab_size": TWO}, r"vocab_size=array\(\[.*expected a whole number"),
+            ("no input", {"inputs": []}, r"Model: inputs=\[\], expected a key of the example(.|\n)*Fix"),
+            ("empty input", {"inputs": ()}, r"Model: inputs=\(\), expected a key"),
+            ("input", {"inputs": TWO}, r"Model: inputs=array\(\[.*expected a key"),
+            ("axes", {"axes": TWO}, "Model: axes=array"),
         )
     },
     "sinusoidal": (lambda: lowtri.nn.sinusoidal(3, 2.5), "sinusoidal: n is 3 and d is 2.5; expected whole numbers"),

@@ -150,7 +150,7 @@ def test_arguments_that_cannot_be_used(arguments: dict[str, Any], words: str) ->
         ({"alone": "model"}, "alone='model', expected something to call"),
         ({"output": 0}, "output=0, expected something to call"),
         ({"pads": ""}, "pads='', expected a name.\nFix: the keyword that marks real positions"),
-        ({"vocab_size": "x"}, r"vocab_size='x', expected a whole number from 2 to 2\*\*31.\nFix: how many ids"),
+        ({"vocab_size": "x"}, r"vocab_size='x', expected a whole number from 2 to 2\*\*24.\nFix: how many ids"),
         ({"vocab_size": 10**18}, "vocab_size=1000000000000000000, expected a whole number from 2"),
         ({"inputs": []}, r"inputs=\[\], expected a key of the example or a list of keys.\nFix: inputs="),
         ({"inputs": ()}, r"inputs=\(\), expected a key"),

@@ -38,6 +38,10 @@ FEW_QUERIES = (
     if "AVX512" in torch.backends.cpu.get_cpu_capability()
     else {"ALiBi, 5 queries": "few queries are compiled wrongly"}
 )
+LOWEST = {
+    "hidden as -1e9": "a row in which every key has the lowest number gives the mean of the values, as in torch",
+    "NaN from hidden keys": "such a row has all values",
+}
 FINITE = {"hidden as -1e9": "hidden scores become a finite number"}
 XLA = {"denormal values": "XLA takes denormal numbers as 0"}
 ALL = ["float32", "bfloat16", "float16", "float64"]
@@ -109,8 +113,10 @@ OURS: dict[str, Entry] = {
     },
     "lowtri.nn.MultiHeadAttention": Entry(lowtri.nn.MultiHeadAttention, called(attentions.lowtri_module), 44),
     **{
-        f"transformers, {form}": Entry(of_transformers.attend, called(attentions.transformers_call, form), 56)
-        for form in ("bools", "-inf", "least")
+        f"transformers, {form}": Entry(
+            of_transformers.attend, called(attentions.transformers_call, form, differences=differences), 56
+        )
+        for form, differences in (("bools", {}), ("-inf", {}), ("least", LOWEST))
     },
     "transformers, no table": Entry(of_transformers.attend, called(attentions.transformers_causal), 30),
     "transformers, mask functions": Entry(of_transformers.attend, called(attentions.transformers_masks), 45),

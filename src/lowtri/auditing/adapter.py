@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lowtri.errors import CallError
+from lowtri.masks.tile import shown
+
+_MOST_IDS = 2**24  # they are drawn from a list of all of them: 128 MB
 
 __all__ = ["Axes", "Model", "as_model"]
 
@@ -67,26 +71,26 @@ class Model:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise CallError(
-                    f"Model: {name}={value!r}, expected something to call.\nFix: a function, or drop {name}=."
+                    f"Model: {name}={shown(value)}, expected something to call.\nFix: a function, or drop {name}=."
                 )
         if self.prefill is not None and self.step is None:
             raise CallError(
                 "Model: prefill= was given without step=.\nFix: say how decoding continues, step(state, x)."
             )
         if self.pads is not None and not (isinstance(self.pads, str) and self.pads):
-            raise CallError(f"Model: pads={self.pads!r}, expected a name.\nFix: the keyword that marks real positions.")
-        size = self.vocab_size
-        whole = hasattr(size, "__index__") and not isinstance(size, bool)
-        if size is not None and not (whole and 2 <= operator.index(size) <= 2**31):
             raise CallError(
-                f"Model: vocab_size={size!r}, expected a whole number from 2 to 2**31.\n"
+                f"Model: pads={shown(self.pads)}, expected a name.\nFix: the keyword that marks real positions."
+            )
+        if self.vocab_size is not None and not is_whole(self.vocab_size, 2, _MOST_IDS):
+            raise CallError(
+                f"Model: vocab_size={shown(self.vocab_size)}, expected a whole number from 2 to 2**24.\n"
                 "Fix: how many ids the model knows."
             )
         if self.inputs is not None:
             names = list(self.inputs) if isinstance(self.inputs, (list, tuple)) else [self.inputs]
             if not names or not all(isinstance(name, (str, int)) for name in names):
                 raise CallError(
-                    f"Model: inputs={self.inputs!r}, expected a key of the example or a list of keys.\n"
+                    f"Model: inputs={shown(self.inputs)}, expected a key of the example or a list of keys.\n"
                     'Fix: inputs="input_ids", say.'
                 )
         self.layout  # noqa: B018 (read for its errors)
@@ -102,7 +106,7 @@ class Model:
                 parts = []
         if not 1 <= len(parts) <= 2:
             raise CallError(
-                f"Model: axes={self.axes!r}, expected a letter for each axis, N the positions and B the batch.\n"
+                f"Model: axes={shown(self.axes)}, expected a letter for each axis, N the positions and B the batch.\n"
                 'Fix: axes="BDN" for channels before time; "BDN->BNV" says the answer\'s axes, too.'
             )
         return Axes(parts[0], parts[1] if len(parts) == 2 else None)
@@ -111,6 +115,18 @@ class Model:
     def name(self) -> str:
         """The name of the function, or of the module's class."""
         return getattr(self.call, "__name__", None) or type(self.call).__name__
+
+
+def is_whole(value: Any, least: float, most: float = math.inf) -> bool:
+    """Whether a value is one whole number between these.
+
+    >>> is_whole(3, 1), is_whole(True, 1), is_whole([3], 1)
+    (True, False, False)
+    """
+    try:
+        return not isinstance(value, bool) and least <= operator.index(value) <= most
+    except TypeError:  # no whole number, or an array of several
+        return False
 
 
 def as_model(model: Any) -> Model:

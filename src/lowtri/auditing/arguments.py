@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowtri.auditing.adapter import Model
+from lowtri.auditing.adapter import Model, is_whole
 from lowtri.auditing.model_under_test import module_behind, parameters
 from lowtri.errors import CallError
 from lowtri.extras import require
@@ -49,7 +48,7 @@ def check_arguments(function: str, adapter: Model, arguments: Mapping[str, Any])
 
 
 def _whole(least: float) -> Callable[[Any], bool]:
-    return lambda value: hasattr(value, "__index__") and not isinstance(value, bool) and operator.index(value) >= least
+    return lambda value: is_whole(value, least)
 
 
 # Arguments, what their values must be, and how an error says so; those that end with None may be None.

@@ -319,6 +319,8 @@ def _as_array(value: Any, name: str) -> Array:
         what = f"of {array.dtype}" if array is not None else f"a {type(value).__name__}"
         if _is_tensor(value):
             what = f"a tensor of the layout {value.layout}"
+        elif array is not None:
+            what = f"{what} {array.shape}"
         raise CallError(
             f"audit: {name} is {what}, not an array of token ids or of vectors.\n"
             "Fix: give ids (N,) or (B, N), or vectors (N, D) or (B, N, D); Model(inputs=) names the entry of a dict."
