@@ -18,7 +18,7 @@ class Model(torch.nn.Module):
 
 def make_model(seed=0):
     torch.manual_seed(seed)
-    return Model(), torch.randn(16, 4, 8)
+    return Model(), torch.randn(64, 4, 8)
 
 
 MASK = "causal"
