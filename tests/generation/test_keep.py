@@ -117,6 +117,63 @@ def test_a_mask_for_one_call_may_show_what_is_held() -> None:
     assert positions.tolist() == list(range(12))
 
 
+def held_of(cache: lowtri.KVCache, row: int = 0) -> list[tuple[int, int]]:
+    """Positions and keys of what the next token sees, itself included."""
+    token = np.full((cache.rows, 1, 1, 1), 99.0)
+    keys, _, positions = cache.append(token, token)
+    of_row = np.broadcast_to(positions, (cache.rows, positions.shape[-1]))[row]
+    return [(int(at), int(key)) for at, key in zip(of_row, keys[row, 0, :, 0], strict=True) if at >= 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "index", "expected"),
+    [
+        (lambda cache: cache.crop(6), [1], [11]),
+        (lambda cache: cache.drop([7]), [0, 1], [10, 11]),
+        (lambda cache: cache.drop([5]), [2, 0], [12, 10]),
+        (lambda cache: cache.crop(3), [], []),
+        (lambda cache: cache.keep([3, 1]), [1], [11]),
+    ],
+    ids=["crop", "drop the last", "drop one within", "crop into the text", "keep"],
+)
+def test_what_is_left_of_an_append_is_kept(change: Any, index: list[int], expected: list[int]) -> None:
+    cache = lowtri.KVCache()
+    for numbers in ([0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]):
+        tokens_of = np.array(numbers).reshape(1, 1, 4, 1)
+        cache.append(tokens_of, tokens_of)
+    change(cache)
+    text = list(range(min(4, cache.length)))
+    cache.keep(index)
+    assert held_of(cache) == list(enumerate([*text, *expected, 99]))
+
+
+@pytest.mark.parametrize(
+    ("change", "gone"),
+    [(lambda cache: cache.crop(9), 2), (lambda cache: cache.drop([9]), 2), (lambda cache: cache.shift(0), 1)],
+    ids=["crop", "drop", "shift"],
+)
+def test_what_was_removed_of_an_append_cannot_be_kept(change: Any, gone: int) -> None:
+    cache = appended()
+    change(cache)
+    before = cache.draw()
+    with pytest.raises(CallError, match=r"keep: index names a token where its row has none \(position -1\)"):
+        cache.keep([gone])
+    assert cache.draw() == before
+
+
+def test_rows_keep_of_their_own_append_after_they_were_reordered() -> None:
+    cache = lowtri.KVCache()
+    for start in (0, 10):
+        numbers = np.array([[start, start + 1], [start + 5, start + 6]], float).reshape(2, 1, 2, 1)
+        cache.append(numbers, numbers, positions=[[-1, 0], [0, 1]] if start == 0 else None)
+    cache.reorder([1, 0, 1])
+    cache.keep([[1], [0], [0]])
+    expected = ([5, 6, 16, 99], [1, 10, 99], [5, 6, 15, 99])
+    for row, numbers_of in enumerate(expected):
+        assert held_of(cache, row) == list(enumerate(numbers_of))
+        cache.crop([3, 2, 3])
+
+
 def appended() -> lowtri.KVCache:
     cache = lowtri.KVCache("causal & window(2)", block=1)
     for n in (6, 1, 3):

@@ -215,7 +215,7 @@ class KVCache:
         elif slots.moved is not None:
             buffers.move(slots.moved, slots.capacity)
         buffers.appends = slots.appends
-        buffers.write(slots.top - n, k, v)
+        buffers.write(slots.newest_start, k, v)
         return buffers
 
     def attend(
@@ -362,9 +362,8 @@ class KVCache:
         """
         self._check_complete("keep")
         kept = kept_of(index, self._slots.newest, self.rows)
-        start = self._slots.top - self._slots.newest.shape[1]
         for buffers in self._layers.values():
-            buffers.choose(start, kept)
+            buffers.choose(self._slots.newest_start, kept)
         self._slots.keep(kept)
 
     def shift(self, keep: int, turn: Callable[[Any, NDArray[np.int64], int], Any] | None = None) -> None:

@@ -55,7 +55,10 @@ class SlotAllocator:
         self.top = 0  # all used slots are below
         self.appends = 0
         self.evicted = 0
-        self.newest: NDArray[np.int64] = self.positions[:, :0]  # (R, N) positions of the last append, in the last slots
+        self.newest: NDArray[np.int64] = self.positions[
+            :, :0
+        ]  # (R, N) positions of the last append, -1 where removed since
+        self.newest_start = 0  # the slot of its first token
         self.read = Positions(0, self.newest, self.newest, (-1, -1, -1, -1))  # by its queries, in every layer
         self.moved: Slots | None = None  # the old slots in their new order, if the last append moved the tokens
         self.lookahead = lookahead  # None if queries may come before keys that the mask shows them
@@ -102,6 +105,7 @@ class SlotAllocator:
             earliest = np.where(earliest < POSITION_MAX, earliest, self.next)  # (R,) no query comes before it
             self._sweep(np.maximum(earliest - self.rewind, 0), n)
         self.positions[:, self.top : self.top + n] = new
+        self.newest_start = self.top
         self.top += n
         self.newest = new
         if n:
@@ -137,9 +141,7 @@ class SlotAllocator:
             self.lookahead.crop(n, self.next)
         self.positions[self.positions >= n[:, None]] = -1
         self.next = np.minimum(self.next, n)
-        used = self.used
-        self.top = int(used[-1]) + 1 if len(used) else 0
-        self._gaps = bool((self.positions[:, : self.top] < 0).any())  # rows may be cropped to other lengths
+        self._removed()  # rows may be cropped to other lengths
 
     def drop(self, chosen: NDArray[np.int64]) -> None:
         """Evict the tokens at these positions, (R, n); -1 stands for none."""
@@ -158,29 +160,37 @@ class SlotAllocator:
             self._widen(len(chosen))
         many = len(self.used)
         self.positions[:, : self.top][dropped[: len(self.positions)]] = -1
-        used = self.used
-        self.evicted += many - len(used)
-        self.top = int(used[-1]) + 1 if len(used) else 0
-        self._gaps = bool((self.positions[:, : self.top] < 0).any())
+        self.evicted += many - len(self.used)
+        self._removed()
 
     def keep(self, index: NDArray[np.int64]) -> None:
         """Of the tokens of the last append keep these, (R, m), -1 for none, at consecutive positions; free the other slots."""
-        start, n = self.top - self.newest.shape[1], index.shape[1]
+        start, n = self.newest_start, index.shape[1]
         if len(index) > len(self.positions):
             self._widen(len(index))
-            self.newest = np.repeat(self.newest, len(index), 0)
         first = np.where(self.newest >= 0, self.newest, POSITION_MAX).min(1, initial=POSITION_MAX)
         first = np.where(first < POSITION_MAX, first, self.next)  # (R,)
         new = np.where(index >= 0, first[:, None] + np.arange(n), -1)
         self.positions[:, start : self.top] = -1
         self.positions[:, start : start + n] = new
-        self.top, self.newest = start + n, new
         self.next = first + (index >= 0).sum(1)
+        self.top, self.newest = start + n, new
+        self._removed()
+
+    def _removed(self) -> None:
+        """After positions were changed in their slots: which slots are used, and what is left of the last append."""
+        used = self.used
+        self.top = int(used[-1]) + 1 if len(used) else 0
         self._gaps = bool((self.positions[:, : self.top] < 0).any())
+        self._find_newest()
+
+    def _find_newest(self) -> None:
+        slots = slice(self.newest_start, self.newest_start + self.newest.shape[1])
+        self.newest = self.positions[:, slots].copy()
 
     def reorder(self, index: NDArray[np.int64]) -> None:
         if len(self.positions) > 1:
-            self.positions, self.next = self.positions[index], self.next[index]
+            self.positions, self.next, self.newest = self.positions[index], self.next[index], self.newest[index]
             self._complete_from = self._complete_from[index]
 
     def shift(self, keep: int) -> NDArray[np.int64]:
@@ -203,6 +213,7 @@ class SlotAllocator:
         self.evicted += int(np.count_nonzero((before < 0).all(0)))
         self.positions[:, used] = after
         self.next = self.next - back
+        self._find_newest()
         self._complete_from = np.where(evicted.any(1) | (back > 0), first - back, self._complete_from)
         self._gaps = self._gaps or bool((after < 0).any())
         return moved
@@ -223,6 +234,7 @@ class SlotAllocator:
     def _widen(self, rows: int) -> None:
         """From one row of positions for the whole batch to one for each of its rows."""
         self.positions = np.repeat(self.positions, rows, 0)
+        self.newest = np.repeat(self.newest, rows, 0)
         self.next, self._complete_from = np.repeat(self.next, rows), np.repeat(self._complete_from, rows)
 
     def _sweep(self, first: NDArray[np.int64], n: int) -> None:
