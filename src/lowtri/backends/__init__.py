@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from lowtri.ops.call import Call, Inputs, Positions, Result
 
-__all__ = ["BACKENDS", "Backend", "Drawn", "GradientSource", "Prepared"]
+__all__ = ["BACKENDS", "Backend", "Drawn", "GradientSource", "LostSums", "Prepared"]
 
 BACKENDS = ("cpu", "sdpa", "flex", "formula", "reference")
 
@@ -47,6 +47,13 @@ class Drawn(NamedTuple):
 
     seed: int
     state: Any = None
+
+
+class LostSums(Exception):
+    """Raised by a prepared call whose log-sum-exp of a query, under a huge bias, has lost how many keys the query sees.
+
+    Outputs are right. Weights and gradients, which are computed from the log-sum-exp, need another backend.
+    """
 
 
 class Prepared(ABC):

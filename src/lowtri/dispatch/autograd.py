@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtri.backends import GradientSource, Prepared
+from lowtri.backends import GradientSource, LostSums, Prepared
 from lowtri.backends.formula import Tiles, no_gradient_of_received
 from lowtri.compat.torch_private import apply_function, saved_tensors_hooks
 from lowtri.errors import CallError
@@ -81,18 +81,25 @@ def _backward(
     source = prepared.gradient_source()
     by_formula = transformed or not dense or source is GradientSource.FORMULA
     by_formula = by_formula or (d_weights is not None and source is GradientSource.LSE)
-    if by_formula or (prepared.checks_values() and not prepared.is_exact_for(inputs, d_output)):
+
+    def gradients_by_formula() -> Any:
         d_result = Result(d_output, d_weights, d_lse)
         seed = states[0].seed if call.dropout else None
         wanted = ctx.needs_input_grad[3:]
         return None, None, None, *_by_formula(prepared, call, inputs, d_result, wanted, seed)
+
+    if by_formula or (prepared.checks_values() and not prepared.is_exact_for(inputs, d_output)):
+        return gradients_by_formula()
     if packed is not None:
         _check_unpacked((*arrays, output), packed)
     if source is GradientSource.LSE:
         state = states[0]
     else:  # the first backward consumes a graph, which frees its memory; a second one records it again
         state = states.pop() if states else prepared.run(inputs).state
-    return None, None, None, *prepared.gradients(inputs, output, state, d_output, d_lse)[: len(arrays)]
+    try:
+        return None, None, None, *prepared.gradients(inputs, output, state, d_output, d_lse)[: len(arrays)]
+    except LostSums:
+        return gradients_by_formula()
 
 
 # Dense tensors are in no transform of torch.func, and looking for one takes longer than a small kernel.

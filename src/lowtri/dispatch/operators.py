@@ -128,7 +128,7 @@ def _gradients_of_call(
 
     with recording_gradients(), without_autocast(autocast_device(known.output)):
         ready, rows = prepared(leaves)
-        if ready.prepared.gradient_source() is GradientSource.LSE and known.lse is not None:
+        if ready.prepared.gradient_source() is GradientSource.LSE and _tells_weights(known.lse, rows.bias):
             gradients = _from_lse(ready, rows, leaves, known, wide)
         else:
             if wide and known.lse is not None:  # torch's own gradients have the dtypes of the inputs
@@ -144,6 +144,15 @@ def _gradients_of_call(
                 d_results = _of_part(results[0].detach(), results[1].detach(), known)
             gradients = _of_results(results, d_results, leaves)
     return [None if x is None or not x.requires_grad else d for d, x in zip(gradients, leaves, strict=True)]
+
+
+def _tells_weights(lse: Tensor | None, bias: Any) -> bool:
+    """Whether weights can be computed from a log-sum-exp alone: a large bias leaves it no digits for how many keys a query sees."""
+    if lse is None or bias is None:
+        return lse is not None
+    size = lse.detach().abs()
+    limit = 2**-13 / torch.finfo(torch.promote_types(lse.dtype, torch.float32)).eps
+    return not bool(((size >= limit) & (size < torch.inf)).any())
 
 
 def _from_lse(ready: CachedCall, rows: Inputs, leaves: list[Any], known: _Known, wide: bool) -> list[Any]:

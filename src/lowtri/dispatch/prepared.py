@@ -18,9 +18,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lowtri.backends import GradientSource, Prepared
+from lowtri.backends import GradientSource, LostSums, Prepared
 from lowtri.dispatch.choose import choose, load
 from lowtri.dispatch.signature import array_signature, positions_at, with_positions
+from lowtri.errors import EngineError
 from lowtri.forks import after_fork
 from lowtri.masks.arrays import why_not_plain
 from lowtri.masks.mask import Mask
@@ -202,9 +203,19 @@ class CachedCall:
             other = self.fallback(inputs)
             if other is not None:
                 return other.run(inputs)
-        if self.differentiates:
-            return _autograd().differentiable(self.prepared, self.call, inputs)
-        return self.prepared.run(inputs)
+        try:
+            if self.differentiates:
+                result: Result = _autograd().differentiable(self.prepared, self.call, inputs)
+                return result
+            return self.prepared.run(inputs)
+        except LostSums:
+            if self.by_name:
+                raise EngineError(
+                    f'attention: engine "{self.backend}" cannot return weights under this bias: all that a query sees has a bias '
+                    "near the greatest or the lowest number.\n"
+                    f'Fix: drop engine="{self.backend}", or a smaller bias, as -1e9.'
+                ) from None
+        return prepare(self.call, choose(self.call, "auto", exclude=self.backend)).run(inputs)
 
     def returned(self, result: Result) -> Any:
         """What the user gets of a result."""

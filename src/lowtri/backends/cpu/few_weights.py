@@ -14,7 +14,7 @@ import numpy as np
 from lowtri.backends import GradientSource, Prepared
 from lowtri.backends.cpu.decode import CpuDecode
 from lowtri.backends.cpu.launch import ArrayLayout, Selection, packed, select_tiles, to_dtype
-from lowtri.backends.cpu.weights import CpuWeights
+from lowtri.backends.cpu.weights import CpuWeights, check_sums
 from lowtri.kernels.abi import KEYS
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result
 
@@ -42,6 +42,8 @@ class CpuDecodeWithWeights(Prepared):
         rows = np.ascontiguousarray(q) if call.is_numpy else q.contiguous()
         arrays = layout.inputs(inputs._replace(q=rows.reshape(self.stacked.q.shape)))
         sums = result.state
+        if inputs.bias is not None:
+            check_sums(sums)
         lse = layout.address(sums)
         stacked, _ = self.weights.run(arrays, lse, lse + sums.nbytes // 2)
         weights: Any = stacked.reshape(*call.q.shape[:3], call.k.shape[2])

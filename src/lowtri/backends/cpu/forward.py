@@ -20,7 +20,7 @@ from lowtri.backends.cpu.launch import (
     to_dtype,
 )
 from lowtri.backends.cpu.parts import choose_parts, table
-from lowtri.backends.cpu.weights import CpuWeights
+from lowtri.backends.cpu.weights import CpuWeights, check_sums
 from lowtri.kernels import abi
 from lowtri.kernels.abi import KEYS, key_rows, padded
 from lowtri.kernels.spec import Array
@@ -82,6 +82,8 @@ class CpuForward(Prepared):
             output = to_dtype(output, self.call.dtype)
         weights = received = None
         if self.weights is not None:
+            if bias is not None:
+                check_sums(sums)
             weights, received = self.weights.run(Inputs(q, k, v, bias, sinks), lse, lse_low)
         returned: Any = None
         if self.call.return_lse and sums is not None:  # the user may change what is returned in place
@@ -97,6 +99,8 @@ class CpuForward(Prepared):
         """``state`` is the log-sum-exp, with or without what it loses to rounding: (1 or 2, B, Hq, Nq)."""
         sums, seed = (state.state, state.seed) if self.call.dropout else (state, 0)
         q, k, v, bias, _ = inputs
+        if bias is not None:
+            check_sums(sums)
         of_bias = None if bias is None else bias.stride()
         layout = q.stride(), k.stride(), v.stride(), output.stride(), d_output.stride(), of_bias
         prepared = self._gradients.get(layout) or self._prepare_gradients(layout)

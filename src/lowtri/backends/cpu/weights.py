@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from lowtri.backends import LostSums
 from lowtri.backends.cpu.launch import ArrayLayout, tile_threads, to_dtype
 from lowtri.kernels.abi import KEYS
 from lowtri.masks.plan import Plan
 from lowtri.ops.call import Inputs
 
 _TASKS = 4  # for each thread: a run of key tiles has more or fewer visible pairs than others
+
+
+# From these on, m * log(2) * log2(e), rounded, may differ from m by more than the logarithm of a number of keys. In float32 the two
+# factors give m again, wherever it does not overflow.
+_GREATEST_SUM = {4: 0.6 * float(np.finfo(np.float32).max), 8: 2.0**70}  # by the bytes of a number
+
+
+def check_sums(sums: Any) -> None:
+    """Raise :class:`LostSums` unless weights can be computed from these log-sum-exps, (planes, B, Hq, Nq)."""
+    lse = abs(sums[0])  # of an array or a tensor; infinite where a query sees nothing
+    if bool(((lse >= _GREATEST_SUM[sums.itemsize]) & (lse < np.inf)).any()):
+        raise LostSums
 
 
 class CpuWeights:
