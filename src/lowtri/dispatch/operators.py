@@ -150,8 +150,10 @@ def _tells_weights(lse: Tensor | None, bias: Any) -> bool:
     """Whether weights can be computed from a log-sum-exp alone: a large bias leaves it no digits for how many keys a query sees."""
     if lse is None or bias is None:
         return lse is not None
-    size = lse.detach().abs()
     limit = 2**-13 / torch.finfo(torch.promote_types(lse.dtype, torch.float32)).eps
+    size = lse.detach().abs()
+    if size.max().item() < limit:  # else it is large, or infinite since a query sees nothing
+        return True
     return not bool(((size >= limit) & (size < torch.inf)).any())
 
 
