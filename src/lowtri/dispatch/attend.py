@@ -94,8 +94,8 @@ def attention(
     mask: Mask | str,
     *,
     return_weights: bool = False,
-    return_lse: bool = False,
     return_received: bool = False,
+    return_lse: bool = False,
     engine: str = "auto",
     **options: Unpack[Options],
 ) -> Array | tuple[Array, ...]: ...
@@ -113,8 +113,8 @@ def attention(
     q_positions: Tensor | ArrayLike | None = None,
     k_positions: Tensor | ArrayLike | None = None,
     return_weights: bool = False,
-    return_lse: bool = False,
     return_received: bool = False,
+    return_lse: bool = False,
     engine: str = "auto",
 ) -> Any:
     """Masked attention: softmax(q k^T * scale) v over the keys that each query may see.
@@ -144,14 +144,14 @@ def attention(
         q_positions, k_positions: (N,) or (B, N), positions in the sequence, in any order; -1 means no token. By default keys have
             the positions 0 .. Nk-1, and queries the last Nq of these.
         return_weights: also return the weights (..., Hq, Nq, Nk), before dropout; exactly 0 where hidden.
-        return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included; -inf where it sees no key.
         return_received: also return what each key received from all queries: the sum of the weights over the queries, (..., Hq, Nk),
             at least float32, in memory for the keys alone. 0 for keys that are hidden or at position -1; it has no gradient.
+        return_lse: also return the log-sum-exp of each query's scores (..., Hq, Nq), sinks included; -inf where it sees no key.
         engine: "auto" for the backend that the rules choose, which :func:`lowtri.which_engine` shows; or "cpu", "sdpa", "flex",
             "formula" or "reference", which runs the call or raises.
 
     Returns:
-        the output (..., Hq, Nq, Dv); or a tuple of the output, then weights, log-sum-exp and received weights as requested. The
+        the output (..., Hq, Nq, Dv); or a tuple of the output, then weights, received weights and log-sum-exp as requested. The
         output of a query that sees no key is 0.
 
     Under ``torch.compile`` and ``torch.export`` a call is one operator of the graph, ``lowtri::attention``. Build the mask outside
@@ -217,8 +217,8 @@ def which_engine(
     mask: Mask | str,
     *,
     return_weights: bool = False,
-    return_lse: bool = False,
     return_received: bool = False,
+    return_lse: bool = False,
     engine: str = "auto",
     **options: Unpack[Options],
 ) -> Choice:

@@ -225,8 +225,8 @@ class CachedCall:
         asked = (
             (True, result.output),
             (call.return_weights, result.weights),
-            (call.return_lse, result.lse),
             (call.return_received, result.received),
+            (call.return_lse, result.lse),
         )
         return tuple(restore(x) for is_asked, x in asked if is_asked)
 
