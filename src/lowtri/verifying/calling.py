@@ -25,8 +25,9 @@ from lowtri.verifying.definition import Call, Results
 class CallFailed(Exception):
     """A call without a result that can be compared."""
 
-    def __init__(self, status: str, words: str) -> None:
+    def __init__(self, status: str, words: str, mistake: str = "") -> None:
         super().__init__(words)
+        self.mistake = mistake  # its name, where it has one
         # "not offered"; "raised", which may be a refusal; "crashed", an exception that is none; "timeout"; "wrong", no array of the
         # right shape and dtype, or changed inputs; "wrong library", another one's array.
         self.status = status
@@ -78,8 +79,10 @@ def _sdpa(given: Call) -> dict[str, Keywords]:
 def _flash(given: Call) -> dict[str, Keywords]:
     names = {"scale": "softmax_scale", "softcap": "softcap", "alibi": "alibi_slopes", "lse": "return_attn_probs"}
     options, text = _options(given, **names), given.case.text
-    if text in ("full", "causal"):
-        return {"": options | ({"causal": True} if text == "causal" else {})}
+    if text == "full":
+        return {"": options}
+    if text in ("causal", "bottom right"):
+        return {"": options | {"causal": True}}
     if match := re.fullmatch(r"causal & window\((\d+)\)", text):
         return {"": options | {"causal": True, "window_size": (int(match[1]) - 1, 0)}}
     if match := re.fullmatch(r"band\((\d+), (\d+)\)", text):
@@ -135,6 +138,7 @@ class Caller:
     limit: float  # seconds that a call may take
     tokens_first: bool  # arrays are (B, N, H, D)
     no_gradient: dict[str, str] = field(default_factory=dict)  # why a gradient is not offered, by its input
+    noted: list[CallFailed] = field(default_factory=list)  # what is wrong with the last results, which can be compared
 
     def results(self, call: Call, dtype: torch.dtype) -> list[tuple[str, Results]]:
         """For each way to pass the mask its name, and output, log-sum-exp and gradients, float64 and (B, H, N, D).
@@ -142,6 +146,7 @@ class Caller:
         Raises:
             CallFailed: if there is nothing to compare.
         """
+        self.noted = []
         arrays = {name: self._array(getattr(call, name), dtype, call.case.layout) for name in "qkv"}
         arrays |= {name: self._array(getattr(call, name), dtype) for name in ("visible", "bias", "sinks")}
         given = replace(call, **arrays, slopes=self._array(call.slopes, torch.float32))
@@ -154,7 +159,7 @@ class Caller:
             made = self._within_limit(functools.partial(self._call, given, inputs, way, dtype))
             for name, x in inputs.items():
                 if not torch.equal(_float64(x).nan_to_num(7.0), before[name].nan_to_num(7.0)):
-                    raise CallFailed("wrong", f"it changed its argument {name}")
+                    raise CallFailed("wrong", f"it changed its argument {name}", "changes its arguments")
             results.append((way, self._checked(call, dtype, *made)))
         return results
 
@@ -177,7 +182,7 @@ class Caller:
             import jax
 
             output, pull, rest = jax.vjp(attend, inputs, has_aux=True)
-            return output, rest, pull(d_output)[0]
+            return output, rest, pull(d_output.astype(output.dtype))[0]
         leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
         output, rest = attend(leaves)
         if not isinstance(output, Tensor) or output.shape != d_output.shape:
@@ -191,21 +196,25 @@ class Caller:
     def _checked(self, call: Call, dtype: torch.dtype, output: Any, rest: Any, grads: dict[str, Any]) -> Results:
         """What a call returned, as float64 tensors."""
         if not hasattr(output, "dtype") or not hasattr(output, "shape"):
-            raise CallFailed("wrong", f"it returned {type(output).__name__}; expected an array, or a tuple of arrays")
+            kind = "None" if output is None else type(output).__name__
+            raise CallFailed("wrong", f"it returned {kind}; expected an array, or a tuple of arrays", f"returns {kind}")
         results = {"output": self._transposed(_float64(output))}
         if (returned := _library(output).__name__.split(".")[0]) != self.arrays:
             raise CallFailed("wrong library", f"it returned an array of {returned} for arrays of {self.arrays}")
         if results["output"].shape != call.d_output.shape:
             expected = tuple(self._transposed(call.d_output).shape)
-            raise CallFailed("wrong", f"its output is {tuple(output.shape)}; expected {expected}")
+            words = f"its output is {tuple(output.shape)}; expected {expected}"
+            raise CallFailed("wrong", words, _wrong_shape(tuple(output.shape), expected, self.tokens_first))
         name, expected_name = (str(x).removeprefix("torch.") for x in (output.dtype, dtype))
         if name != expected_name:
-            raise CallFailed("wrong", f"its output is {name} for inputs of {expected_name}")
+            kinds = f"{name} for inputs of {expected_name}"
+            self.noted = [CallFailed("wrong", f"its output is {kinds}", f"returns {kinds}")]
         if call.case.lse:
             results["lse"] = _float64(rest[0]) if rest else torch.zeros(())
             if results["lse"].shape != call.d_output.shape[:3]:
                 shape, expected = tuple(rest[0].shape) if rest else "not returned", tuple(call.d_output.shape[:3])
-                raise CallFailed("wrong", f"its log-sum-exp is {shape}; expected {expected}, as the second result")
+                words = f"its log-sum-exp is {shape}; expected {expected}, as the second result"
+                raise CallFailed("wrong", words, "returns no log-sum-exp" if not rest else "returns another shape")
         for name, grad in grads.items():
             if grad is not None:
                 results[f"gradient of {name}"] = self._transposed(_float64(grad)) if name in "qkv" else _float64(grad)
@@ -272,6 +281,15 @@ class Caller:
 
             return jnp.asarray((x.float() if x.dtype == torch.bfloat16 else x).numpy()).astype(str(x.dtype)[6:])
         return x.numpy() if self.arrays == "numpy" else x
+
+
+def _wrong_shape(shape: tuple[int, ...], expected: tuple[int, ...], tokens_first: bool) -> str:
+    """The name of the mistake: a wrong order of dimensions has one of its own."""
+    orders = ["(B, H, N, D)", "(B, N, H, D)"]
+    if len(shape) == 4 and (shape[0], shape[2], shape[1], shape[3]) == expected:
+        got, right = orders if tokens_first else reversed(orders)
+        return f"returns {got} for {right}"
+    return "returns another shape"
 
 
 def _library(x: Any) -> Any:
