@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,12 +29,15 @@ class CallFailed(Exception):
         super().__init__(words)
         self.mistake = mistake  # its name, where it has one
         # "not offered"; "raised", which may be a refusal; "crashed", an exception that is none; "timeout"; "wrong", no array of the
-        # right shape and dtype, or changed inputs; "wrong library", another one's array.
+        # right shape and dtype, or changed inputs; "wrong library", another one's array; "ended", the process is.
         self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallFailed, (self.status, str(self), self.mistake)
 
 
 # A function may refuse what it does not take by any other exception, such as a ValueError or a failed assertion.
-_CRASHES = (LookupError, AttributeError, NameError, ArithmeticError, RecursionError, MemoryError)
+_CRASHES = (LookupError, AttributeError, NameError, ArithmeticError, RecursionError, MemoryError, SystemExit)
 Keywords = dict[str, Any]
 TOP_LEFT = "is_causal=True"  # the first query is aligned with the first key
 
@@ -124,6 +127,17 @@ def _smallest(visible: Any) -> Any:
     if visible.shape[0] and bool((visible == visible[:1, :1]).all()):
         return visible[0, 0]
     return visible[:, :1] if bool((visible == visible[:, :1]).all()) else visible
+
+
+class Calls(Protocol):
+    """What makes the calls of a verification, in this process or in a child."""
+
+    arrays: str
+    gradients: bool
+    no_gradient: dict[str, str]
+    noted: list[CallFailed]
+
+    def results(self, call: Call, dtype: torch.dtype) -> list[tuple[str, Results]]: ...
 
 
 @dataclass
@@ -315,14 +329,13 @@ def _float64(x: Any) -> Tensor:
 _SIMPLEST = "simplest call (B 2, H 2, N 37, D 16, no mask)"
 
 
-def caller_of(
-    attend: Any, signature: str | Callable[..., Any], dtypes: Iterable[str], device: str, gradients: bool, limit: float
-) -> Caller:
-    """A caller with the first library whose arrays the callable takes and returns in the simplest case, in any of the dtypes.
+def maker_of(
+    attend: Any, signature: str | Callable[..., Any], device: str, gradients: bool, limit: float
+) -> Callable[[str], Caller]:
+    """A function that gives the caller for the arrays of a library.
 
     Raises:
-        CallError: if ``signature`` is unknown, or there is no such library; the message has what the callable raised.
-        UndecidedError: if the simplest call has no result within the limit.
+        CallError: if ``signature`` is unknown.
     """
     if not callable(signature) and (not isinstance(signature, str) or signature not in SIGNATURES):
         raise CallError(
@@ -333,11 +346,24 @@ def caller_of(
         arguments, function = lambda given: {"": {"given": given}}, lambda q, k, v, given: signature(attend, given)
     else:
         arguments, function = SIGNATURES[signature], attend
+    return lambda arrays: Caller(function, arguments, arrays, device, gradients, limit, signature == "flash")
+
+
+_C = TypeVar("_C", bound="Calls")
+
+
+def caller_of(attend: Any, make: Callable[[str], _C], dtypes: Iterable[str]) -> _C:
+    """A caller with the first library whose arrays the callable takes and returns in the simplest case, in any of the dtypes.
+
+    Raises:
+        CallError: if there is no such library; the message has what the callable raised.
+        UndecidedError: if the simplest call has no result within the limit.
+    """
     reason, case = "", Case("full", "no mask", "full", gradients=False)
     libraries = ("torch", "numpy", "jax") if is_installed("jax") else ("torch", "numpy")
     for arrays, dtype in itertools.product(libraries, dtypes):
         kind = getattr(torch, dtype)
-        caller = Caller(function, arguments, arrays, device, gradients, limit, signature == "flash")
+        caller = make(arrays)
         try:
             caller.results(case.draw(kind), kind)
         except CallFailed as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 
 from lowtri.errors import CallError
-from lowtri.verifying.calling import TOP_LEFT, Caller, CallFailed, caller_of, name_of
+from lowtri.verifying.calling import TOP_LEFT, CallFailed, Calls, caller_of, maker_of, name_of
 from lowtri.verifying.cases import CASES, Case
+from lowtri.verifying.isolation import ChildProcess
 from lowtri.verifying.judging import Trial, drawn, expected
 from lowtri.verifying.mistakes import MISTAKES, ROUNDINGS
 from lowtri.verifying.report import Finding, VerifyReport
@@ -34,6 +36,7 @@ def verify(
     differences: Mapping[str, str] | None = None,
     limit: float = 60.0,
     seed: int = 0,
+    isolate: bool = False,
 ) -> VerifyReport:
     """Whether a function computes masked attention; where it does not, which well-known mistake it makes.
 
@@ -63,6 +66,8 @@ def verify(
         differences: documented differences: the name of a case or of a mistake, and the sentence that documents it.
         limit: seconds that one call may take.
         seed: of the random numbers.
+        isolate: whether calls are made in a child process, so that a segmentation fault or an exit is a difference with its case.
+            What the function prints goes to stderr then, and torch has one thread. Needs os.fork.
 
     Raises:
         CallError: if an argument is wrong, or ``attend`` takes no arrays at all.
@@ -72,15 +77,21 @@ def verify(
         raise CallError(
             f"verify: attend is {type(attend).__name__}; expected a function.\nFix: pass the function itself."
         )
-    _check(device, seed, {} if differences is None else differences)
+    _check(seed, {} if differences is None else differences)
     if not isinstance(limit, int | float) or not 0 < limit < float("inf"):
         raise CallError(f"verify: limit={limit!r:.60}; expected seconds, above 0. Fix: limit=60.")
     chosen, names = [replace(case, seed=seed) for case in _cases(cases)], _dtypes(dtypes)
-    run = _Verification(caller_of(attend, signature, names, device, gradients, limit), dict(differences or {}))
-    for dtype in names:
-        for case in chosen:
-            run.try_case(case, dtype)
-    findings = run.findings()
+    with contextlib.ExitStack() as stack:
+        here = maker_of(attend, signature, device, gradients, limit)
+        make: Callable[[str], Calls] = here
+        if isolate:
+            make = stack.enter_context(ChildProcess(here, limit)).caller
+        _check_device(device)  # after the fork: a process that has used CUDA cannot be forked
+        run = _Verification(caller_of(attend, make, names), dict(differences or {}))
+        for dtype in names:
+            for case in chosen:
+                run.try_case(case, dtype)
+        findings = run.findings()
     undocumented: Counter[str] = Counter()
     for finding in findings:
         if finding.mistake and not finding.known:
@@ -101,7 +112,7 @@ def verify(
 class _Verification:
     """The state of one verification."""
 
-    def __init__(self, caller: Caller, known: Mapping[str, str]) -> None:
+    def __init__(self, caller: Calls, known: Mapping[str, str]) -> None:
         self.caller, self.known = caller, known
         self.status: dict[tuple[Case, str], str] = {}  # of each case and dtype, as the report has it
         self.trials: list[Trial] = []  # the calls that gave a wrong result
@@ -166,7 +177,8 @@ class _Verification:
                 words = f"it raised {words}" if error.status in ("raised", "crashed") else words
                 known = self._known(case, dtype, case.name, error.mistake)
                 one = Finding(case.name, dtype, words, mistake=error.mistake, known=known, cases=0)
-                key = (error.mistake or words, dtype, known)
+                case_name = case.name if error.status == "ended" else ""  # each of these is worth its line
+                key = (error.mistake or words, dtype, known, case_name)
                 first = once.setdefault(key, one)
                 once[key] = replace(first, cases=first.cases + 1)
         findings = list(once.values())
@@ -253,21 +265,30 @@ def _pairs(trial: Trial) -> int:
     return trial.expected.call.visible.numel()
 
 
-def _check(device: str, seed: int, differences: Mapping[str, str]) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise CallError(f"verify: seed={seed!r}; expected a whole number, at least 0.")
+def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         fix = "a device that this torch has, such as cpu"
         raise CallError(f"verify: device={device!r}: {first}.\nFix: {fix}.") from None
+
+
+def _check(seed: int, differences: Mapping[str, str]) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise CallError(f"verify: seed={seed!r}; expected a whole number, at least 0.")
     if not isinstance(differences, Mapping):
         raise CallError(
             f"verify: differences is {type(differences).__name__}; expected a dict.\n"
             "Fix: {name of a case or a mistake: the sentence that documents it}."
         )
-    known = {*(case.name for case in CASES), *MISTAKES, "differs from run to run", "changes its arguments"}
+    known = {
+        *(case.name for case in CASES),
+        *MISTAKES,
+        "differs from run to run",
+        "changes its arguments",
+        "ends its process",
+    }
     for name in map(str, differences):
         if not name.startswith("returns ") and not any(
             one in known for one in (name, name.partition(" (")[0], *name.split(" and "))
