@@ -366,3 +366,16 @@ def test_causal_with_more_queries_than_keys() -> None:
     assert verify(flash(mean=False), **options).passed == 2
     report = verify(flash(mean=True), **options)
     assert report.mistakes == ("hidden as -1e9",) and {one.case for one in report.wrong} == {name}
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, ValueError])
+def test_a_kernel_that_is_causal_alone(error: type[Exception]) -> None:
+    """It declines every call without a mask, and the others are compared."""
+
+    def attend(q: Any, k: Any, v: Any, causal: bool = False) -> Any:
+        if not causal or q.shape[1] > k.shape[1]:
+            raise error("causal=True alone")
+        return lowtri.attention(*(x.transpose(1, 2) for x in (q, k, v)), "causal").transpose(1, 2)
+
+    report = verify(attend, signature="flash", gradients=False)
+    assert report.ok and report.passed > 20 and "causal=True alone" in str(report.not_offered), report

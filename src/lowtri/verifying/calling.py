@@ -100,6 +100,8 @@ def _flex(given: Call) -> dict[str, Keywords]:
     options = _options(given, scale="scale", heads="enable_gqa", softcap="", bias="", lse="return_lse")
     if 0 in visible.shape:
         raise CallFailed("not offered", "zero sizes")
+    if not isinstance(visible, Tensor) and case.text != "full":
+        raise CallFailed("not offered", "a block mask of other arrays than torch's")
     if case.text != "full":
         options["block_mask"] = create_block_mask(
             lambda b, h, q, k: visible[b, h, q, k], case.b, case.hq, case.nq, case.nk, device=str(visible.device)
@@ -353,15 +355,17 @@ _C = TypeVar("_C", bound="Calls")
 
 
 def caller_of(attend: Any, make: Callable[[str], _C], dtypes: Iterable[str]) -> _C:
-    """A caller with the first library whose arrays the callable takes and returns in the simplest case, in any of the dtypes.
+    """A caller with the first library whose arrays the callable takes and returns in the simplest case, in any of the dtypes:
+    without a mask, or with a causal one for a kernel that has no other.
 
     Raises:
         CallError: if there is no such library; the message has what the callable raised.
         UndecidedError: if the simplest call has no result within the limit.
     """
-    reason, case = "", Case("full", "no mask", "full", gradients=False)
+    reason = ""
+    simplest = [Case(text, "the simplest call", text, gradients=False) for text in ("full", "causal")]
     libraries = ("torch", "numpy", "jax") if is_installed("jax") else ("torch", "numpy")
-    for arrays, dtype in itertools.product(libraries, dtypes):
+    for arrays, dtype, case in itertools.product(libraries, dtypes, simplest):
         kind = getattr(torch, dtype)
         caller = make(arrays)
         try:
@@ -370,7 +374,7 @@ def caller_of(attend: Any, make: Callable[[str], _C], dtypes: Iterable[str]) -> 
             if error.status == "timeout":
                 raise UndecidedError(f"verify: the {_SIMPLEST} gave {error}.\nFix: a longer limit=.") from None
             if error.status != "wrong":  # which the cases describe
-                what = {"raised": "it raised ", "crashed": "it raised ", "not offered": "it does not take the "}
+                what = {"raised": "it raised ", "crashed": "it raised ", "not offered": "it does not offer: "}
                 reason = reason or what.get(error.status, "") + str(error)
                 continue
         return caller

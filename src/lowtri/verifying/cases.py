@@ -155,6 +155,7 @@ class Case:
             "log-sum-exp": self.lse,
             f"{self.layout} inputs": self.layout != "contiguous",
             "masks by row": self.text.startswith("padding"),
+            "no mask": self.text == "full",
             f"mask {self.text}": self.text not in ("causal", "full"),
         }
         return frozenset(name for name, needed in features.items() if needed)
