@@ -559,7 +559,12 @@ def transformers_act(context: Context) -> Result:
     model = _as_llama(experiment.models["causal"])
     ids = torch.tensor([experiment.tokenizer.encode(_PROMPTS[0]).ids])
     before, text = _logits(model, ids), _continued(model, ids)
-    switch(model)
+    packed = {"input_ids": torch.arange(2, 14)[None], "position_ids": torch.tensor([[*range(5), *range(7)]])}
+    shown_by_both = [str(lowtri.infer_mask(model, packed)), str(lowtri.infer_mask(switch(model), packed))]
+    result.check(
+        f"two documents in a row: its own attention shows {shown_by_both[0]}, lowtri's {shown_by_both[1]}",
+        shown_by_both == ["causal", "causal & documents(lengths=[5, 7])"],
+    )
     away, again = float((_logits(model, ids) - before).abs().max()), _continued(model, ids)
     written = experiment.tokenizer.decode(again[0].tolist())
     result.say(f"the trained model, {type(model).__name__}, continues {_PROMPTS[0]!r}:\n  {written!r}")
@@ -571,6 +576,7 @@ def transformers_act(context: Context) -> Result:
     alone = torch.equal(_logits(other, ids), own) and not torch.equal(narrow, shown)
     use(model)
     result.check("a mask set for the model changes it, and no other model of its config", alone)
+    _evict(result, model, ids)
     report = lowtri.audit(model, torch.randint(2, model.config.vocab_size, (2, 24)), mask="causal", progress=False)
     result.file(report.save(context.out / "audit-switched.html").name)
     result.check(f"audited with lowtri's attention: {report.verdict}", report.ok)
@@ -587,6 +593,24 @@ def transformers_act(context: Context) -> Result:
         result.check(f"{name}: {away:.1e} from eager, below {_DIFFERENCE:.0e}", away < _DIFFERENCE)
     result.table(("random weights", "greatest difference"), rows)
     return result
+
+
+def _evict(result: Result, model: Any, ids: Tensor) -> None:
+    """The same tokens from a cache that keeps what some later query can see, as from one that keeps all."""
+    from lowtri.integrations.transformers import EvictingCache, use
+
+    prompt, n = ids[0, :6].tolist(), 40
+    use(model, mask="causal & (window(8) | first(2))")
+    cache = EvictingCache(model, block=4)
+    written = list(lowtri.generate(model, prompt, n, stop=(), cache=cache))
+    expected = list(lowtri.generate(model, prompt, n, stop=()))
+    use(model)
+    result.say(str(cache))
+    total = len(prompt) + n - 1
+    result.check(
+        f"a window with sinks: {cache.held} of {total} tokens are held, and the text is the same",
+        written == expected and cache.held <= 8 + 2 + 4,
+    )
 
 
 def _as_llama(decoder: Decoder) -> Any:

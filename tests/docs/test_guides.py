@@ -48,9 +48,10 @@ def given(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     if page == "audit.md":
         import transformers
 
-        t5 = transformers.T5Config(vocab_size=99, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+        t5 = transformers.T5Config(vocab_size=1000, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
         names = {"transformers": transformers, "source": torch.randint(2, 99, (2, 9))}
-        names |= {"t5": transformers.T5ForConditionalGeneration(t5).eval()}
+        names |= {"t5": transformers.T5ForConditionalGeneration(t5).eval(), "call": lambda ids: ids}
+        names |= {"step": lambda state, x: (x, state), "prefill": lambda x: (x, None)}
     if page in ("audit.md", "parallel.md"):
         mask = "causal & window(16)" if page == "audit.md" else "causal & window(4096)"
         config = lowtri.nn.DecoderConfig(

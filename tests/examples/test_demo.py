@@ -172,8 +172,8 @@ def test_the_acts_that_look_at_trained_models(tmp_path: Path) -> None:
 def test_the_act_about_transformers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     context = Context(tmp_path, replace(TOUR, setting=TINY), train=partial(why_mask, texts=RHYME))
     result = tour.transformers_act(context)
-    assert len(result.checks) == 14 and all(check.passed for check in result.checks), result.checks
-    assert result.checks[3].text == "audited with lowtri's attention: no leak found"
+    assert len(result.checks) == 16 and all(check.passed for check in result.checks), result.checks
+    assert result.checks[5].text == "audited with lowtri's attention: no leak found"
     assert "LlamaForCausalLM" in result.text and "BART" in result.text
     assert all((tmp_path / name).stat().st_size for name in result.files)
     assert "Loading weights" not in capfd.readouterr().err  # no progress bar

@@ -228,3 +228,9 @@ def test_bad_encodings(tmp_path: Path, content: str, words: str, capsys: pytest.
     path.write_text(content)
     assert main(["explain", "--encodings", str(path)]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_note_of_two_lines_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "Write a poem"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("Its encodings are given;") and lines[2] == "embedding = encoding - position."

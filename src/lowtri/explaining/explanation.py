@@ -260,7 +260,7 @@ def as_text(explained: Explanation, *, width: int = 100, colour: bool = False) -
     lines = [styled(bold, spelled_out(explained.warning))] if explained.warning else []
     lines += [
         styled(bold, f"mask {spelled_out(explained.mask)}"),
-        *([spelled_out(explained.note)] if explained.note else []),
+        *([spelled_out(explained.note, keep="\n")] if explained.note else []),
     ]
     lines.append(f"{_HATCH} {sentence(explained.lang, 'explain.hidden')}")
     for step in explained.steps:
