@@ -89,6 +89,18 @@ def test_a_child_process_after_this_one_has_used_threads() -> None:
     assert done.stdout == "True\n", done.stderr
 
 
+def test_the_first_call_of_a_process_may_load_libraries() -> None:
+    calls = [0]
+
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 1:
+            time.sleep(2.0)
+        return lowtri.attention(q, k, v, mask)
+
+    assert verify(attend, limit=1.5, cases=["full"]).ok
+
+
 def test_no_process_is_left() -> None:
     """Neither after a call that hangs nor after an error: the pipe that all of them inherit comes to its end."""
     reading, writing = os.pipe()

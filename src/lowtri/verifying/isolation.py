@@ -25,6 +25,7 @@ from lowtri.errors import CallError
 from lowtri.verifying.calling import Caller, CallFailed
 from lowtri.verifying.definition import Call, Results
 
+_LOADING = 5.0  # seconds more for the first call of each worker, which loads libraries and compiles
 _SPARE = 60.0  # seconds beyond the limits of its calls that a case may take before its process is ended
 
 
@@ -144,13 +145,17 @@ def _work(connection: Connection, make: Callable[[str], Caller]) -> None:
     callers: dict[str, Caller] = {}
     while True:
         arrays, case, dtype, gradients = pickle.loads(connection.recv_bytes())
+        is_first = not callers
         caller = callers.setdefault(arrays, make(arrays))
+        limit = caller.limit
+        caller.limit += _LOADING if is_first else 0.0
         caller.gradients = gradients
         results: list[tuple[str, Results]] | CallFailed
         try:
             results = caller.results(case.draw(dtype), dtype)
         except CallFailed as error:
             results = error
+        caller.limit = limit
         connection.send_bytes(pickle.dumps((results, caller.no_gradient, caller.noted)))
 
 
