@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -259,3 +260,122 @@ def test_the_verdict_counts_in_words_and_names_the_function() -> None:
 
 def nothing(q: Any, k: Any, v: Any, mask: Any) -> Any:
     raise TypeError("no arrays, please")
+
+
+def test_right_for_finite_inputs_is_a_level_of_its_own(tmp_path: Path) -> None:
+    report = verify(kernel("NaN from hidden keys"), cases=FEW, gradients=False)
+    assert report.level == "right for finite inputs" and not report.ok and report.exit_code == 1
+    expected = "right for finite inputs, but wrong with NaN or infinity in hidden positions: NaN from hidden keys ("
+    assert expected in report.message
+    assert "\n  finite inputs: right; NaN or infinity in hidden positions: wrong\n" in str(report)
+    assert "finite inputs: right; NaN" in report.to_html()
+    fields = json.loads(report.to_json())
+    assert fields["level"] == "right for finite inputs" and fields["exit_code"] == 1
+    assert fields["levels"] == {"finite inputs": "right", "NaN or infinity in hidden positions": "wrong"}
+    known = {"NaN from hidden keys": "a weight of 0 times NaN is NaN"}
+    report = verify(kernel("NaN from hidden keys"), cases=FEW, gradients=False, differences=known)
+    assert report.level == "right" and report.exit_code == 0
+
+
+def test_levels_of_right_and_wrong_functions() -> None:
+    assert verify(kernel(), cases=FEW, gradients=False).level == "right"
+    both = verify(kernel("NaN from hidden keys", "softcap missing"), cases=FEW, gradients=False)
+    assert both.level == "wrong" and set(both.levels.values()) == {"wrong"} and "is wrong: " in both.message
+    alone = verify(kernel("NaN from hidden keys"), cases="NaN in hidden keys", gradients=False)
+    assert alone.level == "wrong", "no finite input was compared"
+
+
+def test_what_cannot_be_compared_is_said_once() -> None:
+    """A wrong dtype, nothing at all, or other dimensions is one named finding, with how many cases show it."""
+    right = kernel()
+
+    def wide(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return right(q, k, v, mask).double()
+
+    report = verify(wide, gradients=False)
+    (finding,) = report.wrong
+    assert report.mistakes == ("returns float64 for inputs of float32",) and finding.cases > 50
+    assert report.message.startswith(f"wide is wrong: returns float64 for inputs of float32 in {finding.cases} cases (")
+    names = {
+        "returns None": lambda q, k, v, mask: None,
+        "returns (B, N, H, D) for (B, H, N, D)": lambda q, k, v, mask: right(q, k, v, mask).transpose(1, 2),
+        "returns another shape": lambda q, k, v, mask: right(q, k, v, mask)[:, :, 1:],
+    }
+    for name, attend in names.items():
+        report = verify(attend, cases=["causal", "full", "130 tokens"], gradients=False)
+        (finding,) = report.wrong
+        assert report.mistakes == (name,) and finding.cases == 3
+        assert f"\n  {name}: 3 cases\n    full, float32: it" in str(report).replace("causal,", "full,")
+    known = {"returns float64 for inputs of float32": "sums are wide"}
+    assert verify(wide, cases=["causal", "full"], differences=known).ok
+
+
+def test_numbers_of_a_wrong_dtype_are_compared_too() -> None:
+    """The name of the mistake stands beside the dtype, and both before what no mistake explains."""
+
+    def attend(q: Any, k: Any, v: Any, mask: Any, scale: float | None = None) -> Any:
+        output = kernel("scale missing")(q, k, v, mask, scale).double()
+        return output * (3 if q.shape[2] in (1, 5, 20, 40, 64, 129, 130, 150, 200) else 1)
+
+    report = verify(attend, gradients=False)
+    assert set(report.mistakes) >= {"scale missing", "returns float64 for inputs of float32"}
+    assert "that no well-known mistake explains" in report.message
+    assert report.message.index("scale missing") < report.message.index("that no well-known mistake explains")
+    assert str(report).index("  scale missing:") < str(report).index("  not explained:")
+
+
+def test_a_missing_nan_is_said_in_words() -> None:
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return lowtri.attention(q, k, v, mask).nan_to_num(0.0)
+
+    report = verify(attend, cases="NaN that later queries see")
+    assert "output: expected NaN, got 0.0 at (0, 0, 18, 0): query 18 to the end" in str(report)
+    report = verify(kernel("empty rows not zero"), cases="empty rows", gradients=False)
+    assert "output: expected 0.0, got NaN at (0, 0, 0, 0)" in str(report)
+
+
+def test_each_case_runs_twice() -> None:
+    """Results that differ from run to run are named, also where they differ in few cases."""
+    calls = [0]
+
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        calls[0] += 1
+        return kernel()(q, k, v, mask) * (1 + 1e-7 * (calls[0] % 2 * (q.shape[2] == 64)))
+
+    report = verify(attend, cases=["causal", "64 tokens", "full"], gradients=False)
+    assert report.mistakes == ("differs from run to run",) and report.results["causal"] == {"float32": "right"}
+    assert "64 tokens, float32: two equal calls differ by" in str(report)
+
+
+def test_causal_with_more_queries_than_keys() -> None:
+    """Under flash-attn's arguments no other case has queries that see nothing: a mean of the values there must not pass."""
+
+    def flash(mean: bool) -> Any:
+        def attend(q: Any, k: Any, v: Any, causal: bool = False) -> Any:
+            nq, nk = q.shape[1], k.shape[1]
+            mask = lowtri.table(np.tri(nq, nk, nk - nq, dtype=bool)) if causal and nq * nk else lowtri.full()
+            output = lowtri.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask).transpose(1, 2).clone()
+            if mean and causal and nq > nk:
+                output[:, : nq - nk] = v.mean(1, keepdim=True)
+            return output
+
+        return attend
+
+    name = "more queries than keys, aligned to the last key"
+    options: dict[str, Any] = {"signature": "flash", "cases": ["causal", name], "gradients": False}
+    assert verify(flash(mean=False), **options).passed == 2
+    report = verify(flash(mean=True), **options)
+    assert report.mistakes == ("hidden as -1e9",) and {one.case for one in report.wrong} == {name}
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, ValueError])
+def test_a_kernel_that_is_causal_alone(error: type[Exception]) -> None:
+    """It declines every call without a mask, and the others are compared."""
+
+    def attend(q: Any, k: Any, v: Any, causal: bool = False) -> Any:
+        if not causal or q.shape[1] > k.shape[1]:
+            raise error("causal=True alone")
+        return lowtri.attention(*(x.transpose(1, 2) for x in (q, k, v)), "causal").transpose(1, 2)
+
+    report = verify(attend, signature="flash", gradients=False)
+    assert report.ok and report.passed > 20 and "causal=True alone" in str(report.not_offered), report

@@ -54,6 +54,9 @@ def kernel(*mistakes: str) -> Callable[..., Any]:
             scores = scores + bias.float()
         if softcap is not None and "softcap before the scale" in makes:
             scores = softcap * torch.tanh(products / softcap) * used
+        elif softcap is not None and "softcap after the mask" in makes:
+            seen = _visible(mask, nq, nk, makes)
+            scores = softcap * torch.tanh(scores.masked_fill(~seen, -math.inf) / softcap)
         elif softcap is not None and "softcap missing" not in makes:
             scores = softcap * torch.tanh(scores / softcap)
         if bias is not None and not makes & {"bias ignored", "softcap after the mask's bias"}:
@@ -63,7 +66,7 @@ def kernel(*mistakes: str) -> Callable[..., Any]:
             scores = scores.masked_fill(~visible, -1e9)
         elif "NaN from hidden keys" in makes:
             scores = scores + torch.where(visible, 0.0, -math.inf)
-        else:
+        elif softcap is None or "softcap after the mask" not in makes:
             scores = scores.masked_fill(~visible, -math.inf)
         if sinks is not None and "sinks ignored" not in makes:
             scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
@@ -125,6 +128,22 @@ def _read(name: str) -> Any:
     return load_model(name, encoders=True, note=note)
 
 
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What the user's code prints, in Python or C, goes to stderr: on stdout is the report alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(None).fflush(None)  # what printf holds back
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def verify(
     target: Annotated[str, typer.Argument(metavar="FILE.py:attend", help="The function, in a Python file.")],
     signature: Annotated[str, option("How it is called: mask, sdpa, flash or flex.")] = "mask",
@@ -140,6 +159,14 @@ def verify(
         ),
     ] = None,
     limit: Annotated[float, option("Seconds that one call may take.", min=0.01)] = 60.0,
+    isolate: Annotated[
+        bool | None,
+        option(
+            "Make calls in a child process, with one thread of torch, so that a crash is reported; default: on Linux, "
+            "without --threads, if the file has not used CUDA.",
+            "--isolate/--no-isolate",
+        ),
+    ] = None,
     out: Report = None,
     seed: Seed = 0,
     threads: Threads = None,
@@ -152,7 +179,7 @@ def verify(
     of attention in float64. Where they differ by more than rounding, the well-known mistake that gives the same numbers is
     named; otherwise the places that differ, and the smallest sizes that show it.
 
-    Exit codes: 0 right, 1 wrong, 3 could not decide.
+    Exit codes: 0 right, 1 wrong or right for finite inputs alone, 3 could not decide.
     """
     documented = {}
     for text in difference or []:
@@ -160,22 +187,30 @@ def verify(
         if not name or not why:
             raise typer.BadParameter(f'--difference "{text}"; expected NAME=WHY, a case or a mistake and a sentence')
         documented[name] = why
+    if isolate and threads not in (None, 1):
+        raise typer.BadParameter(f"--threads {threads}: a child process has one thread of torch. Fix: --no-isolate")
     use_threads(threads)
+    import torch
+
     from lowtri.auditing.loading import function_in_file
     from lowtri.verifying.verify import verify as run
 
-    attend, _ = function_in_file(target, "attend")
     long = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    report = run(
-        attend,
-        signature=signature,
-        dtypes=None if dtypes is None else [long.get(name.strip(), name.strip()) for name in dtypes.split(",")],
-        device=device,
-        gradients=gradients,
-        cases=cases,
-        differences=documented,
-        limit=limit,
-        seed=seed,
-    )
+    with _stdout_to_stderr():
+        attend, _ = function_in_file(target, "attend")
+        if isolate is None:
+            isolate = sys.platform == "linux" and threads in (None, 1) and not torch.cuda.is_initialized()
+        report = run(
+            attend,
+            signature=signature,
+            dtypes=None if dtypes is None else [long.get(name.strip(), name.strip()) for name in dtypes.split(",")],
+            device=device,
+            gradients=gradients,
+            cases=cases,
+            differences=documented,
+            limit=limit,
+            seed=seed,
+            isolate=isolate,
+        )
     report = replace(report, name=target.rpartition(":")[2])  # of what a decorator returns, the name in the file
     print_report(report, json, out)

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,15 +25,19 @@ from lowtri.verifying.definition import Call, Results
 class CallFailed(Exception):
     """A call without a result that can be compared."""
 
-    def __init__(self, status: str, words: str) -> None:
+    def __init__(self, status: str, words: str, mistake: str = "") -> None:
         super().__init__(words)
+        self.mistake = mistake  # its name, where it has one
         # "not offered"; "raised", which may be a refusal; "crashed", an exception that is none; "timeout"; "wrong", no array of the
-        # right shape and dtype, or changed inputs; "wrong library", another one's array.
+        # right shape and dtype, or changed inputs; "wrong library", another one's array; "ended", the process is.
         self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallFailed, (self.status, str(self), self.mistake)
 
 
 # A function may refuse what it does not take by any other exception, such as a ValueError or a failed assertion.
-_CRASHES = (LookupError, AttributeError, NameError, ArithmeticError, RecursionError, MemoryError)
+_CRASHES = (LookupError, AttributeError, NameError, ArithmeticError, RecursionError, MemoryError, SystemExit)
 Keywords = dict[str, Any]
 TOP_LEFT = "is_causal=True"  # the first query is aligned with the first key
 
@@ -78,8 +82,10 @@ def _sdpa(given: Call) -> dict[str, Keywords]:
 def _flash(given: Call) -> dict[str, Keywords]:
     names = {"scale": "softmax_scale", "softcap": "softcap", "alibi": "alibi_slopes", "lse": "return_attn_probs"}
     options, text = _options(given, **names), given.case.text
-    if text in ("full", "causal"):
-        return {"": options | ({"causal": True} if text == "causal" else {})}
+    if text == "full":
+        return {"": options}
+    if text in ("causal", "bottom right"):
+        return {"": options | {"causal": True}}
     if match := re.fullmatch(r"causal & window\((\d+)\)", text):
         return {"": options | {"causal": True, "window_size": (int(match[1]) - 1, 0)}}
     if match := re.fullmatch(r"band\((\d+), (\d+)\)", text):
@@ -94,6 +100,8 @@ def _flex(given: Call) -> dict[str, Keywords]:
     options = _options(given, scale="scale", heads="enable_gqa", softcap="", bias="", lse="return_lse")
     if 0 in visible.shape:
         raise CallFailed("not offered", "zero sizes")
+    if not isinstance(visible, Tensor) and case.text != "full":
+        raise CallFailed("not offered", "a block mask of other arrays than torch's")
     if case.text != "full":
         options["block_mask"] = create_block_mask(
             lambda b, h, q, k: visible[b, h, q, k], case.b, case.hq, case.nq, case.nk, device=str(visible.device)
@@ -123,6 +131,17 @@ def _smallest(visible: Any) -> Any:
     return visible[:, :1] if bool((visible == visible[:, :1]).all()) else visible
 
 
+class Calls(Protocol):
+    """What makes the calls of a verification, in this process or in a child."""
+
+    arrays: str
+    gradients: bool
+    no_gradient: dict[str, str]
+    noted: list[CallFailed]
+
+    def results(self, call: Call, dtype: torch.dtype) -> list[tuple[str, Results]]: ...
+
+
 @dataclass
 class Caller:
     """Calls a function with the arrays of one library."""
@@ -135,6 +154,7 @@ class Caller:
     limit: float  # seconds that a call may take
     tokens_first: bool  # arrays are (B, N, H, D)
     no_gradient: dict[str, str] = field(default_factory=dict)  # why a gradient is not offered, by its input
+    noted: list[CallFailed] = field(default_factory=list)  # what is wrong with the last results, which can be compared
 
     def results(self, call: Call, dtype: torch.dtype) -> list[tuple[str, Results]]:
         """For each way to pass the mask its name, and output, log-sum-exp and gradients, float64 and (B, H, N, D).
@@ -142,6 +162,7 @@ class Caller:
         Raises:
             CallFailed: if there is nothing to compare.
         """
+        self.noted = []
         arrays = {name: self._array(getattr(call, name), dtype, call.case.layout) for name in "qkv"}
         arrays |= {name: self._array(getattr(call, name), dtype) for name in ("visible", "bias", "sinks")}
         given = replace(call, **arrays, slopes=self._array(call.slopes, torch.float32))
@@ -154,7 +175,7 @@ class Caller:
             made = self._within_limit(functools.partial(self._call, given, inputs, way, dtype))
             for name, x in inputs.items():
                 if not torch.equal(_float64(x).nan_to_num(7.0), before[name].nan_to_num(7.0)):
-                    raise CallFailed("wrong", f"it changed its argument {name}")
+                    raise CallFailed("wrong", f"it changed its argument {name}", "changes its arguments")
             results.append((way, self._checked(call, dtype, *made)))
         return results
 
@@ -177,7 +198,7 @@ class Caller:
             import jax
 
             output, pull, rest = jax.vjp(attend, inputs, has_aux=True)
-            return output, rest, pull(d_output)[0]
+            return output, rest, pull(d_output.astype(output.dtype))[0]
         leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
         output, rest = attend(leaves)
         if not isinstance(output, Tensor) or output.shape != d_output.shape:
@@ -191,21 +212,25 @@ class Caller:
     def _checked(self, call: Call, dtype: torch.dtype, output: Any, rest: Any, grads: dict[str, Any]) -> Results:
         """What a call returned, as float64 tensors."""
         if not hasattr(output, "dtype") or not hasattr(output, "shape"):
-            raise CallFailed("wrong", f"it returned {type(output).__name__}; expected an array, or a tuple of arrays")
+            kind = "None" if output is None else type(output).__name__
+            raise CallFailed("wrong", f"it returned {kind}; expected an array, or a tuple of arrays", f"returns {kind}")
         results = {"output": self._transposed(_float64(output))}
         if (returned := _library(output).__name__.split(".")[0]) != self.arrays:
             raise CallFailed("wrong library", f"it returned an array of {returned} for arrays of {self.arrays}")
         if results["output"].shape != call.d_output.shape:
             expected = tuple(self._transposed(call.d_output).shape)
-            raise CallFailed("wrong", f"its output is {tuple(output.shape)}; expected {expected}")
+            words = f"its output is {tuple(output.shape)}; expected {expected}"
+            raise CallFailed("wrong", words, _wrong_shape(tuple(output.shape), expected, self.tokens_first))
         name, expected_name = (str(x).removeprefix("torch.") for x in (output.dtype, dtype))
         if name != expected_name:
-            raise CallFailed("wrong", f"its output is {name} for inputs of {expected_name}")
+            kinds = f"{name} for inputs of {expected_name}"
+            self.noted = [CallFailed("wrong", f"its output is {kinds}", f"returns {kinds}")]
         if call.case.lse:
             results["lse"] = _float64(rest[0]) if rest else torch.zeros(())
             if results["lse"].shape != call.d_output.shape[:3]:
                 shape, expected = tuple(rest[0].shape) if rest else "not returned", tuple(call.d_output.shape[:3])
-                raise CallFailed("wrong", f"its log-sum-exp is {shape}; expected {expected}, as the second result")
+                words = f"its log-sum-exp is {shape}; expected {expected}, as the second result"
+                raise CallFailed("wrong", words, "returns no log-sum-exp" if not rest else "returns another shape")
         for name, grad in grads.items():
             if grad is not None:
                 results[f"gradient of {name}"] = self._transposed(_float64(grad)) if name in "qkv" else _float64(grad)
@@ -274,6 +299,15 @@ class Caller:
         return x.numpy() if self.arrays == "numpy" else x
 
 
+def _wrong_shape(shape: tuple[int, ...], expected: tuple[int, ...], tokens_first: bool) -> str:
+    """The name of the mistake: a wrong order of dimensions has one of its own."""
+    orders = ["(B, H, N, D)", "(B, N, H, D)"]
+    if len(shape) == 4 and (shape[0], shape[2], shape[1], shape[3]) == expected:
+        got, right = orders if tokens_first else reversed(orders)
+        return f"returns {got} for {right}"
+    return "returns another shape"
+
+
 def _library(x: Any) -> Any:
     if isinstance(x, Tensor):
         return torch
@@ -297,14 +331,13 @@ def _float64(x: Any) -> Tensor:
 _SIMPLEST = "simplest call (B 2, H 2, N 37, D 16, no mask)"
 
 
-def caller_of(
-    attend: Any, signature: str | Callable[..., Any], dtypes: Iterable[str], device: str, gradients: bool, limit: float
-) -> Caller:
-    """A caller with the first library whose arrays the callable takes and returns in the simplest case, in any of the dtypes.
+def maker_of(
+    attend: Any, signature: str | Callable[..., Any], device: str, gradients: bool, limit: float
+) -> Callable[[str], Caller]:
+    """A function that gives the caller for the arrays of a library.
 
     Raises:
-        CallError: if ``signature`` is unknown, or there is no such library; the message has what the callable raised.
-        UndecidedError: if the simplest call has no result within the limit.
+        CallError: if ``signature`` is unknown.
     """
     if not callable(signature) and (not isinstance(signature, str) or signature not in SIGNATURES):
         raise CallError(
@@ -315,18 +348,33 @@ def caller_of(
         arguments, function = lambda given: {"": {"given": given}}, lambda q, k, v, given: signature(attend, given)
     else:
         arguments, function = SIGNATURES[signature], attend
-    reason, case = "", Case("full", "no mask", "full", gradients=False)
+    return lambda arrays: Caller(function, arguments, arrays, device, gradients, limit, signature == "flash")
+
+
+_C = TypeVar("_C", bound="Calls")
+
+
+def caller_of(attend: Any, make: Callable[[str], _C], dtypes: Iterable[str]) -> _C:
+    """A caller with the first library whose arrays the callable takes and returns in the simplest case, in any of the dtypes:
+    without a mask, or with a causal one for a kernel that has no other.
+
+    Raises:
+        CallError: if there is no such library; the message has what the callable raised.
+        UndecidedError: if the simplest call has no result within the limit.
+    """
+    reason = ""
+    simplest = [Case(text, "the simplest call", text, gradients=False) for text in ("full", "causal")]
     libraries = ("torch", "numpy", "jax") if is_installed("jax") else ("torch", "numpy")
-    for arrays, dtype in itertools.product(libraries, dtypes):
+    for arrays, dtype, case in itertools.product(libraries, dtypes, simplest):
         kind = getattr(torch, dtype)
-        caller = Caller(function, arguments, arrays, device, gradients, limit, signature == "flash")
+        caller = make(arrays)
         try:
             caller.results(case.draw(kind), kind)
         except CallFailed as error:
             if error.status == "timeout":
                 raise UndecidedError(f"verify: the {_SIMPLEST} gave {error}.\nFix: a longer limit=.") from None
             if error.status != "wrong":  # which the cases describe
-                what = {"raised": "it raised ", "crashed": "it raised ", "not offered": "it does not take the "}
+                what = {"raised": "it raised ", "crashed": "it raised ", "not offered": "it does not offer: "}
                 reason = reason or what.get(error.status, "") + str(error)
                 continue
         return caller

@@ -21,7 +21,7 @@ class Case:
 
     Attributes:
         name, why: what it is, and the reason why it is there.
-        text: the mask; "random table", "empty rows", "top left" and "padding ..." are made for the sizes.
+        text: the mask; "random table", "empty rows", "top left", "bottom right" and "padding ..." are made for the sizes.
         b, hq, hkv, nq, nk, d, dv: the sizes; hq is a multiple of hkv.
         scale, softcap: None for the default and for none.
         bias: "" for none, or "full", "broadcast" (over rows and queries), "keys" (over heads and queries), "with -inf", "low" (many
@@ -75,6 +75,8 @@ class Case:
             return table(drawn if text == "random table" else drawn & (np.arange(self.nq) % 3 > 0)[:, None])
         if text == "top left":
             return table(np.tri(self.nq, self.nk, dtype=bool))
+        if text == "bottom right":  # "causal" is that for as many queries as keys, or fewer
+            return table(np.tri(self.nq, self.nk, self.nk - self.nq, dtype=bool))
         if text.startswith("padding"):
             real = np.ones((self.b, self.nk), bool)
             real[
@@ -130,6 +132,11 @@ class Case:
         return Call(self, q, k, v, self.visible, scale, self.softcap, bias, sinks, slopes, d_output, kv_heads)
 
     @property
+    def is_finite(self) -> bool:
+        """Whether no position that is hidden from a query holds NaN or infinity."""
+        return not self.numbers.startswith(("NaN", "inf"))
+
+    @property
     def features(self) -> frozenset[str]:
         """What a callable must offer to take this case, beyond equal heads and lengths and a common head size."""
         features = {
@@ -148,6 +155,7 @@ class Case:
             "log-sum-exp": self.lse,
             f"{self.layout} inputs": self.layout != "contiguous",
             "masks by row": self.text.startswith("padding"),
+            "no mask": self.text == "full",
             f"mask {self.text}": self.text not in ("causal", "full"),
         }
         return frozenset(name for name, needed in features.items() if needed)
@@ -178,6 +186,7 @@ CASES = (
     Case("five queries, 130 keys", "appending several tokens: bottom-right alignment", nq=5, nk=130),
     Case("aligned to the first key", "query i sees keys 0 .. i, as torch's is_causal has it", "top left", nq=20, nk=33),
     Case("more queries than keys", "cross-attention to a short text", "full", nq=40, nk=23),
+    Case("more queries than keys, aligned to the last key", "the first queries see nothing", "bottom right", nq=40, nk=23),
     *(
         Case(f"head size {d}", "a size that no vector divides, or a large one", nq=20, nk=20, d=d, dv=d)
         for d in (1, 3, 40, 80, 128, 256)

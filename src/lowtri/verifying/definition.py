@@ -51,7 +51,8 @@ class Call:
     kv_heads: Any  # (Hq,), the key/value head of each query head
     bias_scale: float = 1.0
     cap_of: str = "scores"  # or "products" of q and k without their scale, or "sum" of scores and bias
-    hidden: str = "-inf"  # what hidden scores become; or "replaced" by -1e9, or -1e9 "added" to them
+    # What hidden scores become; or "replaced" by -1e9, or -1e9 "added" to them, or "capped": -inf before the softcap, -c after it.
+    hidden: str = "-inf"
     empty: float = 0.0  # the output of a query that sees nothing
     contained: bool = True  # False multiplies hidden values by a weight of 0, which is NaN if they are
     weights_in: torch.dtype | None = None  # the weights are rounded to this dtype
@@ -89,11 +90,15 @@ class Call:
     ) -> tuple[Tensor, Tensor]:
         products = q @ k.mT  # (B, Hq, Nq, Nk)
         scores = self._cap(products, "products") * self.scale
+        if self.hidden == "capped":
+            scores = torch.where(self.visible, scores, -math.inf)
         scores = self._cap(scores, "scores")
         if bias is not None:
             scores = scores + self.bias_scale * bias
         scores = self._cap(scores, "sum")
-        if self.hidden == "added":
+        if self.hidden == "capped":
+            pass  # no other mask comes after it
+        elif self.hidden == "added":
             scores = torch.where(self.visible, scores, scores - 1e9)
         elif self.contained:
             scores = torch.where(self.visible, scores, -1e9 if self.hidden == "replaced" else -math.inf)

@@ -71,9 +71,18 @@ class Trial:
                 wrong = error > rms
             if wrong.any():
                 position = tuple(int(i) for i in torch.unravel_index(error.where(wrong, -1.0).argmax(), error.shape))
-                size = float(error.max())
+                values = (float(x[position]) for x in (self.expected.exact[what], self.actual[what]))
                 findings.append(
-                    Finding(self.name, self.dtype, _where(what, wrong), "", size, most, position, what=what)
+                    Finding(
+                        self.name,
+                        self.dtype,
+                        _where(what, wrong),
+                        difference=float(error.max()),
+                        tolerance=most,
+                        position=position,
+                        what=what,
+                        values=_in_words(*values),
+                    )
                 )
         return findings
 
@@ -206,6 +215,14 @@ def _where(what: str, wrong: Tensor) -> str:
         if len(indexes) < size:
             parts.append(_indexes(name, indexes, size))
     return (", ".join(parts) or "everywhere") + f" ({float(wrong.double().mean()):.0%} of the numbers)"
+
+
+def _in_words(exact: float, actual: float) -> str:
+    """What was expected and what came, where their difference is no number."""
+    if math.isfinite(exact) and math.isfinite(actual):
+        return ""
+    expected, got = ("NaN" if math.isnan(x) else repr(x) if x == 0 else f"{x:.4g}" for x in (exact, actual))
+    return f"expected {expected}, got {got}"
 
 
 def _indexes(name: str, indexes: list[int], size: int) -> str:

@@ -116,6 +116,10 @@ MISTAKES: dict[str, Callable[[Call], Changes]] = {  # of several that explain eq
     "softcap missing": lambda call: [{"softcap": None}],
     "softcap before the scale": lambda call: [{"cap_of": "products"}] if call.softcap else [],
     "softcap after the mask's bias": lambda call: [{"cap_of": "sum"}] if call.softcap and call.bias is not None else [],
+    # Hidden scores of -inf become -c, and exp(-c) is no weight of 0; with a bias, it is added after the cap or before it.
+    "softcap after the mask": lambda call: (
+        [{"hidden": "capped", "cap_of": what} for what in ("scores", "sum")] if call.softcap else []
+    ),
     "bias ignored": _bias_ignored,
     "bias scaled": lambda call: [] if call.bias is None else [{"bias_scale": call.scale}],  # added before the scale
     # A query that sees nothing then sees everything, and scores below -1e9 are less than those of hidden keys.

@@ -24,6 +24,10 @@ _LOOKS = (
 )
 
 
+_FINITE = "finite inputs"
+_NAN = "NaN or infinity in hidden positions"
+
+
 def _count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
@@ -44,6 +48,8 @@ class Finding:
         position: of the greatest difference, (row, head, query or key, feature).
         known: the sentence that documents the difference, or "".
         what: "output", "lse", "gradient of q" ...
+        values: what was expected there and what came, in words, where one of them is NaN or infinite; or "".
+        cases: how many cases show it: one, or more for what is said once, such as a wrong dtype.
     """
 
     case: str
@@ -55,11 +61,16 @@ class Finding:
     position: tuple[int, ...] = ()
     known: str = ""
     what: str = ""
+    values: str = ""
+    cases: int = 1
 
     @property
     def sentence(self) -> str:
         if self.difference is None:
-            return f"{self.case}, {self.dtype}: {self.where}"
+            more = f" ({self.cases} cases)" if self.cases > 1 else ""
+            return f"{self.case}, {self.dtype}: {self.where}{more}"
+        if self.values:
+            return f"{self.case}, {self.dtype}: {self.what}: {self.values} at {self.position}: {self.where}"
         size = f"differs by {self.difference:.2g} (rounding: {self.tolerance:.2g}) at {self.position}"
         return f"{self.case}, {self.dtype}: {self.what} {size}: {self.where}"
 
@@ -77,6 +88,7 @@ class VerifyReport:
         not_offered: what the function does not take, and the reason.
         stopped: why the verification ended early, or None.
         seconds: how long it took.
+        with_nan: the cases in which hidden positions hold NaN or infinity.
     """
 
     name: str
@@ -87,6 +99,7 @@ class VerifyReport:
     not_offered: Mapping[str, str]
     stopped: str | None = None
     seconds: float = 0.0
+    with_nan: frozenset[str] = frozenset()
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -112,8 +125,33 @@ class VerifyReport:
         return self.decided and not self.wrong
 
     @property
+    def levels(self) -> dict[str, str]:
+        """ "right", "wrong" or "undecided" for finite inputs, and for NaN or infinity in hidden positions."""
+        levels = {}
+        for level in (_FINITE, _NAN):
+            names = [name for name in self.results if (name in self.with_nan) == (level == _NAN)]
+            statuses = {status for name in names for status in self.results[name].values()}
+            if "wrong" in statuses:
+                levels[level] = "wrong"
+            elif names:
+                compared = statuses & {"right", "documented"} and self.stopped is None
+                levels[level] = "right" if compared else "undecided"
+        return levels
+
+    @property
+    def level(self) -> str:
+        """ "right", "right for finite inputs", "wrong" or "undecided".
+
+        A function that differs only where hidden positions hold NaN or infinity, such as one that multiplies a weight of 0 by
+        NaN, is right for finite inputs.
+        """
+        if self.wrong:
+            return "right for finite inputs" if self.levels.get(_FINITE) == "right" else "wrong"
+        return "right" if self.decided else "undecided"
+
+    @property
     def exit_code(self) -> int:
-        """0: right, 1: wrong, 3: could not decide."""
+        """0: right, 1: wrong, or right for finite inputs alone, 3: could not decide."""
         return 1 if self.wrong else 0 if self.decided else 3
 
     @property
@@ -121,11 +159,16 @@ class VerifyReport:
         """The verdict in one line."""
         if self.wrong:
             unexplained = sum(1 for finding in self.wrong if not finding.mistake)
-            names = [*self.mistakes, f"{_count(unexplained, 'difference')} that no well-known mistake explains"]
-            if 2 * unexplained > len(self.wrong):  # the evidence for all mistakes together is less
-                names = names[-1:] + names[:-1]
+            names = [
+                *map(self._with_cases, self.mistakes),
+                f"{_count(unexplained, 'difference')} that no well-known mistake explains",
+            ]
             what = ", ".join(names if unexplained else names[:-1])
-            return f"{self.name} is wrong: {what} ({_count(len(self.wrong), 'difference')}, {_agree(self.passed)})"
+            verdict = "wrong"
+            if self.level != "wrong":
+                verdict = f"{self.level}, but wrong with {_NAN}"
+            counts = f"{_count(len(self.wrong), 'difference')}, {_agree(self.passed)}"
+            return f"{self.name} is {verdict}: {what} ({counts})"
         if not self.decided:
             return f"{self.name}: could not decide: {self.stopped or 'nothing could be compared'}"
         known = sum(1 for finding in self.findings if finding.known)
@@ -135,6 +178,11 @@ class VerifyReport:
             return f"{self.name} differs only as documented: {_count(known, 'documented difference')}{more}"
         more = (f", {_count(known, 'documented difference')}" if known else "") + more
         return f"{self.name} is right: {_agree(self.passed)} with the definition{more}"
+
+    def _with_cases(self, mistake: str) -> str:
+        """A mistake's name, and in how many cases it shows where one finding stands for several."""
+        count = sum(one.cases for one in self.wrong if one.mistake == mistake and one.cases > 1)
+        return f"{mistake} in {count} cases" if count else mistake
 
     def raise_if_wrong(self) -> None:
         """For tests.
@@ -147,13 +195,15 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines, groups = [self.message], defaultdict(list)
+        if self.wrong:
+            lines.append("  " + "; ".join(f"{level}: {verdict}" for level, verdict in self.levels.items()))
         for finding in self.wrong:
             groups[finding.mistake].append(finding)
-        for mistake in sorted(groups, key=lambda name: -len(groups[name])):
+        for mistake in sorted(groups, key=lambda name: (name == "", -sum(one.cases for one in groups[name]))):
             each, shown = groups[mistake], 3 if mistake else 12
-            lines.append(
-                f"  {mistake}: {_count(len(each), 'difference')}" if mistake else f"  not explained: {len(each)}"
-            )
+            total = sum(one.cases for one in each)
+            count = f"{total} cases" if total > len(each) else _count(total, "difference")
+            lines.append(f"  {mistake}: {count}" if mistake else f"  not explained: {len(each)}")
             lines += [f"    {finding.sentence}" for finding in each[:shown]]
             lines += [f"    ... and {len(each) - shown} more"] if len(each) > shown else []
         documented = Counter(finding.known for finding in self.findings if finding.known)
@@ -170,7 +220,9 @@ class VerifyReport:
 
     def to_json(self) -> str:
         """The whole report, for programs."""
-        return json_text({"ok": self.ok, "message": self.message, "exit_code": self.exit_code, **asdict(self)})
+        fields = asdict(self) | {"with_nan": sorted(self.with_nan)}
+        verdict = {"ok": self.ok, "level": self.level, "levels": self.levels, "message": self.message}
+        return json_text({**verdict, "exit_code": self.exit_code, **fields})
 
     def to_html(self) -> str:
         """A page without network, script or font."""
@@ -193,6 +245,9 @@ class VerifyReport:
         for finding in self.findings:
             rows[finding.mistake or finding.where, finding.case].append(finding)
         parts = [f"<h1>{html_text(self.message)}</h1>"]
+        if self.wrong:
+            levels = "; ".join(f"{level}: {verdict}" for level, verdict in self.levels.items())
+            parts.append(f"<p>{html_text(levels)}.</p>")
         if rows:
             head = ("mistake, or where", "case", "dtypes", "difference", "documented")
             dtypes = [", ".join(dict.fromkeys(f.dtype for f in each)) for each in rows.values()]

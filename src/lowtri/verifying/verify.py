@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 
 from lowtri.errors import CallError
-from lowtri.verifying.calling import TOP_LEFT, Caller, CallFailed, caller_of, name_of
+from lowtri.verifying.calling import TOP_LEFT, CallFailed, Calls, caller_of, maker_of, name_of
 from lowtri.verifying.cases import CASES, Case
+from lowtri.verifying.isolation import ChildProcess
 from lowtri.verifying.judging import Trial, drawn, expected
 from lowtri.verifying.mistakes import MISTAKES, ROUNDINGS
 from lowtri.verifying.report import Finding, VerifyReport
@@ -34,6 +36,7 @@ def verify(
     differences: Mapping[str, str] | None = None,
     limit: float = 60.0,
     seed: int = 0,
+    isolate: bool = False,
 ) -> VerifyReport:
     """Whether a function computes masked attention; where it does not, which well-known mistake it makes.
 
@@ -63,6 +66,8 @@ def verify(
         differences: documented differences: the name of a case or of a mistake, and the sentence that documents it.
         limit: seconds that one call may take.
         seed: of the random numbers.
+        isolate: whether calls are made in a child process, so that a segmentation fault or an exit is a difference with its case.
+            What the function prints goes to stderr then, and torch has one thread. Needs os.fork.
 
     Raises:
         CallError: if an argument is wrong, or ``attend`` takes no arrays at all.
@@ -72,17 +77,25 @@ def verify(
         raise CallError(
             f"verify: attend is {type(attend).__name__}; expected a function.\nFix: pass the function itself."
         )
-    _check(device, seed, {} if differences is None else differences)
+    _check(seed, {} if differences is None else differences)
     if not isinstance(limit, int | float) or not 0 < limit < float("inf"):
         raise CallError(f"verify: limit={limit!r:.60}; expected seconds, above 0. Fix: limit=60.")
     chosen, names = [replace(case, seed=seed) for case in _cases(cases)], _dtypes(dtypes)
-    run = _Verification(caller_of(attend, signature, names, device, gradients, limit), dict(differences or {}))
-    for dtype in names:
-        for case in chosen:
-            run.try_case(case, dtype)
-    run.repeat(chosen, names[0])
-    findings = run.findings()
-    undocumented = Counter(finding.mistake for finding in findings if finding.mistake and not finding.known)
+    with contextlib.ExitStack() as stack:
+        here = maker_of(attend, signature, device, gradients, limit)
+        make: Callable[[str], Calls] = here
+        if isolate:
+            make = stack.enter_context(ChildProcess(here, limit)).caller
+        _check_device(device)  # after the fork: a process that has used CUDA cannot be forked
+        run = _Verification(caller_of(attend, make, names), dict(differences or {}))
+        for dtype in names:
+            for case in chosen:
+                run.try_case(case, dtype)
+        findings = run.findings()
+    undocumented: Counter[str] = Counter()
+    for finding in findings:
+        if finding.mistake and not finding.known:
+            undocumented[finding.mistake] += finding.cases
     return VerifyReport(
         name=name_of(attend),
         arrays=run.caller.arrays,
@@ -92,17 +105,23 @@ def verify(
         not_offered=run.not_offered,
         stopped=run.stopped,
         seconds=time.perf_counter() - started,
+        with_nan=frozenset(case.name for case in chosen if not case.is_finite),
     )
 
 
 class _Verification:
     """The state of one verification."""
 
-    def __init__(self, caller: Caller, known: Mapping[str, str]) -> None:
+    def __init__(self, caller: Calls, known: Mapping[str, str]) -> None:
         self.caller, self.known = caller, known
         self.status: dict[tuple[Case, str], str] = {}  # of each case and dtype, as the report has it
         self.trials: list[Trial] = []  # the calls that gave a wrong result
         self.failures: list[tuple[Case, str, CallFailed]] = []  # the calls that gave none
+        self.notes: list[tuple[Case, str, CallFailed]] = []  # what is wrong with results beside their numbers
+        self.repeated: set[Case] = set()  # the cases that were called twice
+        self.undocumented: set[tuple[Case, str]] = (
+            set()
+        )  # cases and dtypes with a difference that no sentence documents
         self.not_offered = caller.no_gradient  # options, and why
         self.stopped: str | None = None  # why it ended early
         self.has_gradients = False
@@ -113,9 +132,15 @@ class _Verification:
             self.status[case, dtype] = "not tried"
             return
         try:
-            wrong = [trial for trial in self._trials(case, dtype) if trial.findings]
+            trials = self._trials(case, dtype)
+            notes = list(self.caller.noted)
+            if case not in self.repeated:
+                self.repeated.add(case)
+                notes += self._compare_runs(trials, case, dtype)
+            wrong = [trial for trial in trials if trial.findings]
             self.trials += wrong
-            self.status[case, dtype] = "wrong" if wrong else "right"
+            self.notes += [(case, dtype, note) for note in notes]
+            self.status[case, dtype] = "wrong" if wrong or notes else "right"
         except CallFailed as error:
             self.failures.append((case, dtype, error))
             self.status[case, dtype] = {"timeout": "not tried", "not offered": "not offered"}.get(error.status, "wrong")
@@ -124,37 +149,39 @@ class _Verification:
             elif error.status == "timeout":
                 self.stopped = f"{case.name}, {dtype}: {error}; the cases after it were not tried"
 
-    def repeat(self, cases: Sequence[Case], dtype: str) -> None:
-        """Check that a repeated call gives the same bits."""
-        case, kind = max(cases, key=lambda one: one.nq * one.nk), getattr(torch, dtype)
-        if self.stopped is not None or any(case is failed for failed, _, _ in self.failures):
-            return
-        one, other = (self.caller.results(drawn(case, kind), kind) for _ in range(2))
-        for (_, first), (_, second) in zip(one, other, strict=True):
-            for what, x in first.items():
+    def _compare_runs(self, trials: Sequence[Trial], case: Case, dtype: str) -> list[CallFailed]:
+        """What to note where a second call of a case does not give the same bits."""
+        kind = getattr(torch, dtype)
+        again = self.caller.results(drawn(case, kind), kind)
+        for trial, (_, second) in zip(trials, again, strict=True):
+            for what, x in trial.actual.items():
                 if not torch.equal(x.nan_to_num(7.0), second[what].nan_to_num(7.0)):
                     size = float((x - second[what]).abs().nan_to_num(0.0).max())
-                    words = (
-                        f"two equal calls differ by {size:.2g} in the {what}: random numbers, or sums in no fixed order"
-                    )
-                    self.failures.append((case, dtype, CallFailed("wrong", words)))
-                    self.status[case, dtype] = "wrong"
-                    return
+                    words = f"two equal calls differ by {size:.2g} in the {what}"
+                    words += ": random numbers, or sums in no fixed order"
+                    return [CallFailed("wrong", words, "differs from run to run")]
+        return []
 
     def findings(self) -> list[Finding]:
         """What differs, with the mistakes that explain it; afterwards ``status`` and ``not_offered`` are complete."""
         failed = {(case, dtype) for case, dtype, _ in self.failures}
         tried = [key for key, status in self.status.items() if status != "not tried" and key not in failed]
         offered = {feature for case, dtype in tried for feature in (*case.features, dtype)}
-        findings = []
-        for case, dtype, error in self.failures:
+        once: dict[tuple[str, ...], Finding] = {}  # what cannot be compared is said once, with the number of its cases
+        for case, dtype, error in self.failures + self.notes:
             missing, words = {*case.features, dtype} - offered, str(error)
             if error.status == "raised" and missing:
                 self.not_offered.update(dict.fromkeys(missing, words))
                 self.status[case, dtype] = "not offered"
             elif error.status not in ("timeout", "not offered"):
                 words = f"it raised {words}" if error.status in ("raised", "crashed") else words
-                findings.append(Finding(case.name, dtype, words, known=self._known(case, dtype, case.name)))
+                known = self._known(case, dtype, case.name, error.mistake)
+                one = Finding(case.name, dtype, words, mistake=error.mistake, known=known, cases=0)
+                case_name = case.name if error.status == "ended" else ""  # each of these is worth its line
+                key = (error.mistake or words, dtype, known, case_name)
+                first = once.setdefault(key, one)
+                once[key] = replace(first, cases=first.cases + 1)
+        findings = list(once.values())
         for trial, mistake in zip(self.trials, self._mistakes(), strict=True):
             known = self._known(trial.case, trial.dtype, trial.case.name, trial.name, mistake)
             findings += [
@@ -214,8 +241,9 @@ class _Verification:
     def _known(self, case: Case, dtype: str, *names: str) -> str:
         """The sentence that documents a difference of a case, which then counts as documented; or ""."""
         known = next((sentence for key, sentence in self.known.items() if key in names), "")
-        if known:
-            self.status[case, dtype] = "documented"
+        if not known:
+            self.undocumented.add((case, dtype))
+        self.status[case, dtype] = "wrong" if (case, dtype) in self.undocumented else "documented"
         return known
 
     def _smallest(self, trial: Trial) -> str:
@@ -237,23 +265,34 @@ def _pairs(trial: Trial) -> int:
     return trial.expected.call.visible.numel()
 
 
-def _check(device: str, seed: int, differences: Mapping[str, str]) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise CallError(f"verify: seed={seed!r}; expected a whole number, at least 0.")
+def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         fix = "a device that this torch has, such as cpu"
         raise CallError(f"verify: device={device!r}: {first}.\nFix: {fix}.") from None
+
+
+def _check(seed: int, differences: Mapping[str, str]) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise CallError(f"verify: seed={seed!r}; expected a whole number, at least 0.")
     if not isinstance(differences, Mapping):
         raise CallError(
             f"verify: differences is {type(differences).__name__}; expected a dict.\n"
             "Fix: {name of a case or a mistake: the sentence that documents it}."
         )
-    known = {*(case.name for case in CASES), *MISTAKES}
+    known = {
+        *(case.name for case in CASES),
+        *MISTAKES,
+        "differs from run to run",
+        "changes its arguments",
+        "ends its process",
+    }
     for name in map(str, differences):
-        if not any(one in known for one in (name, name.partition(" (")[0], *name.split(" and "))):
+        if not name.startswith("returns ") and not any(
+            one in known for one in (name, name.partition(" (")[0], *name.split(" and "))
+        ):
             raise CallError(
                 f"verify: differences={name!r} is neither a case nor a mistake.\n"
                 f"Fix: one of {', '.join(list(MISTAKES)[:4])}, ... or a case's name (lowtri.verifying.cases.CASES)."
