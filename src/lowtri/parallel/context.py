@@ -308,8 +308,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor | None, d_lse: Tensor | None) -> Any:
         call: _Call = ctx.call
         of_call = len(_Saved._fields)
-        saved = _Saved(*ctx.saved_tensors[:of_call])
-        rest = ctx.saved_tensors[of_call:]
+        tensors = ctx.saved_tensors  # read once: checkpointing lets each tensor be unpacked a single time
+        saved = _Saved(*tensors[:of_call])
+        rest = tensors[of_call:]
         biases = rest[: ctx.biases]
         kept = rest[ctx.biases :]
         q, k, v = saved[:3]
