@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import textwrap
 from typing import Any
 
 import numpy as np
@@ -14,6 +11,7 @@ import torch
 from attention_cases import DTYPES, EPS, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import run_on_baseline
 from torch.utils.checkpoint import checkpoint
 
 import lowtri
@@ -142,9 +140,7 @@ ON_ANOTHER = """
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names an instruction set of x86-64")
 def test_another_instruction_set_drops_the_same() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOWTRI_ISA": "baseline"}
-    command = [sys.executable, "-c", textwrap.dedent(ON_ANOTHER)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_on_baseline(ON_ANOTHER)
     assert done.stdout.strip() == "the same", done.stderr[-2000:]
 
 

@@ -14,6 +14,7 @@ import torch
 from attention_cases import DTYPES, EPS, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import run_on_baseline
 from process_memory import peak_of_process
 
 import lowtri
@@ -259,7 +260,5 @@ ON_ANOTHER = """
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names an instruction set of x86-64")
 def test_another_instruction_set_computes_the_same() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOWTRI_ISA": "baseline"}
-    command = [sys.executable, "-c", textwrap.dedent(ON_ANOTHER)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_on_baseline(ON_ANOTHER)
     assert done.stdout.strip() == "the same", done.stderr[-2000:]
