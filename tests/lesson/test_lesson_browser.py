@@ -13,28 +13,13 @@ import pytest
 from browser import Browser, Page, chromium
 
 from lowtri.lesson.languages import LANGUAGES, texts
-from lowtri.lesson.page import file_name, write_lesson
+from lowtri.lesson.page import file_name
 
 if chromium() is None:
     pytest.skip("no browser: apt-get install chromium", allow_module_level=True)
 
 AXE = Path(__file__).parents[1] / "data" / "axe.min.js"
 WEIGHTS = "[...document.querySelectorAll('#weights tbody tr')].map(r => [...r.querySelectorAll('td')].map(c => Number(c.textContent)))"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lesson")
-    for language in LANGUAGES:
-        write_lesson(folder / file_name(language), language)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    browser = Browser()
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,27 +14,12 @@ from browser import Browser, Page, chromium
 
 import lowtri
 from lowtri.lesson.languages import LANGUAGES, texts
-from lowtri.lesson.page import file_name, write_lesson
+from lowtri.lesson.page import file_name
 
 if chromium() is None:
     pytest.skip("no browser: apt-get install chromium", allow_module_level=True)
 
 PRESETS = ("causal", "full", "window", "sinks", "prefix", "documents")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("controls")
-    for language in LANGUAGES:
-        write_lesson(folder / file_name(language), language)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    browser = Browser()
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="module", params=LANGUAGES)
