@@ -121,7 +121,7 @@ def as_text(report: dict[str, Any]) -> str:
         tile = f"{kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
         lines += [
             ("target", f"{kernels['target']}{source}: a register tile of {tile}"),
-            ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_yes(kernels['bf16_pairs'])}"),
+            ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_pairs(kernels)}"),
             ("", f"AMX (tiles of bf16) {_yes(kernels['amx'])}{_amx_use(kernels)}"),
         ]
     if built is not None and built["stale"]:
@@ -144,6 +144,12 @@ def as_text(report: dict[str, Any]) -> str:
 
 def _yes(answer: bool) -> str:
     return "yes" if answer else "no"
+
+
+def _pairs(kernels: dict[str, Any]) -> str:
+    if kernels["bf16_pairs"] or "avx512bf16" not in kernels["features"] or os.environ.get("LOWTRI_ISA"):
+        return _yes(kernels["bf16_pairs"])
+    return "no (this CPU has them, but computes float32 faster)"
 
 
 def _amx_use(kernels: dict[str, Any]) -> str:

@@ -130,3 +130,19 @@ class NeonBf16(Neon):
 
 
 ALL: tuple[Baseline, ...] = (Amx(), Avx512Bf16(), Avx512(), Avx2(), NeonBf16(), Neon(), Baseline())
+
+
+def fastest_first(vendor: str) -> list[Baseline]:
+    """All instruction sets in the order of preference on the CPUs of a vendor, by CPUID's name ("" if it is not known).
+
+    On AMD's cores a dot product of pairs of bf16 takes as long as one multiplication and addition of float32, half a cycle, and does
+    twice the work. On Intel's it takes more than two cycles (measured on Sapphire Rapids and Emerald Rapids), four times as long, so
+    that float32 is twice as fast.
+    """
+    order = list(ALL)
+    if vendor == "GenuineIntel":
+        pairs = next(isa for isa in order if type(isa) is Avx512Bf16)
+        order.remove(pairs)
+        single = next(place for place, isa in enumerate(order) if type(isa) is Avx512)
+        order.insert(single + 1, pairs)
+    return order
