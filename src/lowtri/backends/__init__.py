@@ -22,7 +22,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from lowtri.ops.call import Call, Inputs, Positions, Result
+from lowtri.ops.call import Call, Inputs, Placement, Result
 
 __all__ = ["BACKENDS", "Backend", "Drawn", "GradientSource", "LostSums", "Prepared"]
 
@@ -63,7 +63,7 @@ class Prepared(ABC):
 
     Attributes:
         nbytes: memory that it holds between runs.
-        any_keys: ``at`` prepares it for other keys and positions, in a fraction of the time of a new call.
+        any_keys: ``with_keys`` prepares it for other keys and positions, in a fraction of the time of a new call.
     """
 
     nbytes: int = 512
@@ -101,9 +101,11 @@ class Prepared(ABC):
         """Whether it keeps to the mask for these inputs, or in the backward for this gradient of the output."""
         raise NotImplementedError
 
-    def at(self, positions: Positions, k_strides: tuple[int, ...], v_strides: tuple[int, ...]) -> Prepared | None:
+    def with_keys(
+        self, placement: Placement, k_strides: tuple[int, ...], v_strides: tuple[int, ...]
+    ) -> Prepared | None:
         """This call for other keys and positions, strides in elements; None where it cannot run them. It reads the first
-        ``positions.nk`` keys, and its inputs may hold more."""
+        ``placement.nk`` keys, and its inputs may hold more."""
         raise NotImplementedError
 
 

@@ -66,7 +66,7 @@ class _Fused(Prepared):
     def __init__(self, call: Call) -> None:
         self.call, self.huge = call, _HUGE[call.dtype]
         with_table = needs_table(call)
-        self.has_state = call.needs_grad and call.opaque is None and not call.dropout
+        self.has_state = call.needs_grad and call.why_unreadable is None and not call.dropout
         self.options: dict[str, Any] = {"scale": call.scale, "is_causal": not with_table and _is_torch_causal(call)}
         if call.dropout:
             self.options["dropout_p"] = call.dropout

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from lowtri.ops.call import Array, Options, Positions
+    from lowtri.ops.call import Array, Options, Placement
     from lowtri.ops.distance_bias import DistanceBias
 
 
@@ -197,7 +197,7 @@ def attention(
     return traced(*cast_for_autocast(q, k, v)[1:], mask, options)
 
 
-def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
+def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Placement) -> Any:
     """The results of :func:`attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
 
     Equal to a call at these positions, which are checked already. ``options`` have no bias, positions, weights or lse.

@@ -137,7 +137,7 @@ def _gradients_of_call(
                     for x in leaves
                 ]
                 ready, rows = prepared(leaves)
-            result, restore = ready.run(rows), ready.call.restore
+            result, restore = ready.run(rows), ready.call.to_user_rank
             results = [restore(x) for x in (result.output, result.lse if options.return_lse else None) if x is not None]
             d_results = [known.d_output, known.d_lse]
             if is_part:
@@ -313,7 +313,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, *rest: Any) -> 
                 ready.with_lse, inputs = prepared_call(q, k, v, mask, options)
             ready = ready.with_lse
         result = ready.run(inputs)
-    restore = ready.call.restore
+    restore = ready.call.to_user_rank
     if result.lse is None:
         lse = q.new_full(q.shape[:-1], torch.inf, dtype=_wide(q))
     else:

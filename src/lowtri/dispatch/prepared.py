@@ -68,7 +68,7 @@ def find(
             known.last_use = next(_clock)
             newest, ready = known.newest  # read once, since other threads replace it
             if newest != keys:
-                ready = known.at(keys)
+                ready = known.repeated(keys)
             if ready is not None:
                 return ready, signature
         known = calls.get(signature)
@@ -163,7 +163,7 @@ class CachedCall:
         """Whether it may be kept for any number of keys. The others read the keys' sizes in ``call``, which are those of the first."""
         return self.prepared.any_keys and not self.selective and not self.differentiates
 
-    def at(self, keys: Any) -> CachedCall | None:
+    def repeated(self, keys: Any) -> CachedCall | None:
         """This call at other keys; None if the arguments must be checked in full. The layers of a model repeat all, so it is kept."""
         k_shape, v_shape, k_strides, v_strides, given = keys
         call, (first_k, first_v, *_) = self.call, self.newest[0]
@@ -177,7 +177,7 @@ class CachedCall:
             k_strides, v_strides = (tuple(step // size for step in steps) for steps in (k_strides, v_strides))
         if len(k_strides) == 3:  # one row, however far from others
             k_strides, v_strides = (0, *k_strides), (0, *v_strides)
-        prepared = self.prepared.at(positions, k_strides, v_strides)
+        prepared = self.prepared.with_keys(positions, k_strides, v_strides)
         if prepared is None:
             return None
         run = None if self.plain is None else prepared.plain()
@@ -219,7 +219,7 @@ class CachedCall:
 
     def returned(self, result: Result) -> Any:
         """What the user gets of a result."""
-        call, restore = self.call, self.call.restore
+        call, restore = self.call, self.call.to_user_rank
         if not (call.return_weights or call.return_lse or call.return_received):
             return restore(result.output)
         asked = (
@@ -250,7 +250,7 @@ def prepare(call: Call, engine: str) -> CachedCall:
 
 
 def _cached_call(call: Call, backend: str, prepared: Prepared, by_name: bool) -> CachedCall:
-    selective = call.opaque is None and prepared.checks_values()  # opaque data is not inspected
+    selective = call.why_unreadable is None and prepared.checks_values()  # unreadable data is not inspected
     differentiates = call.needs_grad and prepared.gradient_source() is not GradientSource.GRAPH
     run = None
     if call.is_plain and not selective:
@@ -279,7 +279,7 @@ def _may_be_kept(call: Call, mask: Any, options: CallOptions) -> bool:
     numbers = options.scale, options.softcap, options.dropout
     flags = options.return_weights, options.return_lse, options.return_received
     return (
-        call.opaque is None
+        call.why_unreadable is None
         and all(type(x) in (float, int, type(None)) for x in numbers)
         and all(type(x) is bool for x in flags)
         and type(options.engine) is str

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lowtri.masks.tile import POSITION_MAX
 from lowtri.ops.arguments import available_threads, whole_strides
-from lowtri.ops.call import FEW_QUERIES, Call, Positions
+from lowtri.ops.call import FEW_QUERIES, Call, Placement
 from lowtri.ops.distance_bias import DistanceBias
 
 
@@ -52,7 +52,7 @@ def with_positions(signature: Any, positions: Any) -> Any:
     None if those of a user have no content that can be compared.
     """
     base, keys, few = signature
-    if not isinstance(positions, Positions):
+    if not isinstance(positions, Placement):
         positions = _content(positions[0]), _content(positions[1])
         if None in positions:
             return None
@@ -79,17 +79,17 @@ def _content(positions: Any) -> Hashable | None:
     return (x.shape, x.dtype, x.tobytes()) if type(x) is np.ndarray and x.dtype.kind in "iu" else None
 
 
-def positions_at(call: Call, nk: int, given: Any) -> Positions | None:
+def positions_at(call: Call, nk: int, given: Any) -> Placement | None:
     """The positions of a signature, checked for ``nk`` keys and otherwise ``call``; None where they need a conversion or an error."""
-    if isinstance(given, Positions):
+    if isinstance(given, Placement):
         return given if given.nk else None
     rows, _, nq, _ = call.q.shape
     of_q, of_k = ((), ()) if given is None else given
-    if nk == 0 or (nq > nk and call.mask.depends_on_query and of_q == ()) or call.mask.row_lengths:
+    if nk == 0 or (nq > nk and call.mask.depends_on_query and of_q == ()) or call.mask.packed_totals:
         return None
     start = max(nk - nq, 0)
     if given is None:
-        return Positions(nk, None, None, (start, start + nq - 1, 0, nk - 1))
+        return Placement(nk, None, None, (start, start + nq - 1, 0, nk - 1))
     q_positions = k_positions = None
     q_low, q_high, k_low, k_high = start, start + nq - 1, 0, nk - 1
     if of_k != ():
@@ -104,7 +104,7 @@ def positions_at(call: Call, nk: int, given: Any) -> Positions | None:
         if known is None:
             return None
         q_positions, q_low, q_high = known
-    return Positions(nk, q_positions, k_positions, (q_low, q_high, k_low, k_high))
+    return Placement(nk, q_positions, k_positions, (q_low, q_high, k_low, k_high))
 
 
 def _checked(given: Any, rows: int, n: int) -> tuple[NDArray[np.int64], int, int] | None:
