@@ -74,7 +74,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_choice_on_a_gpu(mask: Any, options: dict[str, Any], expected: str) -> None:
     call = on_gpu(mask, **options)
     name = choose(call, "auto")
-    choice = explain_choice(call, name, None, by_name=False)
+    choice = explain_choice(call, name, None, engine_was_named=False)
     assert name == expected, choice
     assert choice.answers[name] == f"yes: {choice.reason}"
     assert choice.answers["cpu"] == "no: the tensors are on cuda"

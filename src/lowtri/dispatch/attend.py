@@ -242,7 +242,7 @@ def which_engine(
     ready = prepare(call, engine)
     other = ready.fallback(inputs)
     chosen = ready.backend if other is None else other.backend
-    return explain_choice(call, chosen, None if other is None else ready.backend, by_name=engine != "auto")
+    return explain_choice(call, chosen, None if other is None else ready.backend, engine_was_named=engine != "auto")
 
 
 def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:

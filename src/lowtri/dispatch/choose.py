@@ -147,10 +147,10 @@ def _warn_without_kernels() -> None:
         warnings.warn(f"lowtri: {sentence}", stacklevel=2)
 
 
-def explain_choice(call: Call, name: str, excluded: str | None, by_name: bool) -> Choice:
+def explain_choice(call: Call, name: str, excluded: str | None, engine_was_named: bool) -> Choice:
     """The choice of ``name`` with its reason; ``excluded`` is the backend that the rules choose and the inputs rule out."""
     answers = _answers(call)
-    reason = "requested by name" if by_name else answers[name].removeprefix("yes: ")
+    reason = "requested by name" if engine_was_named else answers[name].removeprefix("yes: ")
     if excluded is not None:
         reason = (
             f"{excluded} is excluded, since an input holds NaN, infinity or huge numbers, which it may spread or drop"

@@ -1,7 +1,7 @@
 """Few queries against many keys: a call that is prepared once, for any number of keys and at any positions.
 
 Each token that is generated brings one key more and other positions. What does not depend on these (the kernel, sizes, options, the
-layout of scratch memory) is prepared once; :meth:`CpuDecode.at` adds the rest: how many keys, where they lie, which of them are
+layout of scratch memory) is prepared once; :meth:`CpuDecode.with_keys` adds the rest: how many keys, where they lie, which of them are
 visible, and into how many parts they are split.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.backends import GradientSource, Prepared
+from lowtri.backends import GradientSource, Prepared, PreparedForAnyKeys
 from lowtri.backends.cpu.launch import ArrayLayout, Launch, Selection, Strides, decode_threads, packed, to_dtype
 from lowtri.kernels.abi import CACHE_KEYS, DECODE
 from lowtri.ops.call import Call, Inputs, Placement, Result
@@ -22,10 +22,8 @@ from lowtri.ops.call import Call, Inputs, Placement, Result
 _VARYING = ("nk", "first_key", "tasks", "visible", "visible_strides", "k_strides", "v_strides")
 
 
-class CpuDecode(Prepared):
+class CpuDecode(PreparedForAnyKeys):
     """The decode kernel of a call that needs no gradients. It has no plan: a table says which keys are visible, if not all are."""
-
-    any_keys = True
 
     def __init__(self, call: Call, selection: Selection) -> None:
         layout = ArrayLayout(call, selection)
