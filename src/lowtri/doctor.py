@@ -94,7 +94,7 @@ def _speed() -> dict[str, float]:
         "attention": (lambda: benching.run(attend, tensors), call.amount),
         "read": (lambda: benching.read(address, _READ_BYTES, 1), _READ_BYTES / 1e9),
     }
-    if benching.in_pairs("bf16"):
+    if benching.packs_bf16("bf16"):
         tasks["multiply_bf16"] = (lambda: benching.multiply(1, True), benching.multiply_flops(1, True) / 1e9)
     with benching.torch_threads(1):
         seconds = benching.medians({name: task for name, (task, _) in tasks.items()})
