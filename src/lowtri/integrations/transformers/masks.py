@@ -28,6 +28,7 @@ from lowtri.integrations.function_mask import FunctionMask, trace
 from lowtri.integrations.transformers.lazy import LazyMaskTensor, TraceableMaskTensor
 from lowtri.integrations.transformers.packing import Packing
 from lowtri.integrations.transformers.sharded import mask_of_plan
+from lowtri.integrations.transformers.traced_cache import TRACED
 from lowtri.integrations.transformers.user_masks import check_cache, current_forward
 from lowtri.masks.array_masks import Keys
 from lowtri.masks.arrays import FrozenArray
@@ -71,6 +72,8 @@ def make_mask(
     """
     numbers = getattr(config, "model_type", None) in _NEED_ADDITIVE
     traced = torch.compiler.is_compiling()
+    if traced and TRACED.cache is not None:
+        return None  # its operators know the mask
     forward = None if traced else current_forward(config)
     if numbers and forward is not None and forward.required:
         raise CallError(
