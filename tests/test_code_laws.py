@@ -63,7 +63,6 @@ MANY_PARAMETERS = {
     "tests/support/attention_cases.py:draw",
     "tests/support/attention_cases.py:pair_by_pair",
     # Copies of another library's signature.
-    "tests/support/onnx_operator.py:attention",
     "src/lowtri/integrations/flash_attn/functions.py:flash_attn_func",
     "src/lowtri/integrations/flash_attn/functions.py:flash_attn_varlen_func",
     "src/lowtri/integrations/flash_attn/functions.py:flash_attn_with_kvcache",
