@@ -62,7 +62,7 @@ def why_not(call: Call) -> str | None:
     *_, d, dv = call.sizes
     missing = {
         f"{call.transformation}, which it does not support": call.transformation is not None,
-        "the tensors are fake": call.opaque is not None and "FakeTensor" in call.opaque,
+        "the tensors are fake": call.why_unreadable is not None and "FakeTensor" in call.why_unreadable,
         "there is nothing to attend to": 0 in (*call.q.shape, *call.v.shape),
         "it does not drop weights": bool(call.dropout),
         "it does not return weights": call.return_weights,

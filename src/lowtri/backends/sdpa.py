@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.backends import GradientSource, Prepared
+from lowtri.backends import GradientSource, Prepared, PreparedForSomeValues, PreparedWithGradients
 from lowtri.compat.torch_private import scaled_dot_product_attention
 from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call, Inputs, Result
@@ -56,7 +56,7 @@ def _is_torch_causal(call: Call) -> bool:
     return not call.positions_given and call.q.shape[2] == call.k.shape[2] and call.mask == causal()
 
 
-class _Fused(Prepared):
+class _Fused(PreparedWithGradients, PreparedForSomeValues):
     """A call of torch's function.
 
     It passes ``is_causal``, or no mask, or a table that is cut to the keys that any query sees. A query that sees nothing sees all
@@ -66,7 +66,7 @@ class _Fused(Prepared):
     def __init__(self, call: Call) -> None:
         self.call, self.huge = call, _HUGE[call.dtype]
         with_table = needs_table(call)
-        self.has_state = call.needs_grad and call.opaque is None and not call.dropout
+        self.has_state = call.needs_grad and call.why_unreadable is None and not call.dropout
         self.options: dict[str, Any] = {"scale": call.scale, "is_causal": not with_table and _is_torch_causal(call)}
         if call.dropout:
             self.options["dropout_p"] = call.dropout
@@ -83,9 +83,6 @@ class _Fused(Prepared):
 
     def gradient_source(self) -> GradientSource:
         return GradientSource.STATE if self.has_state else GradientSource.GRAPH
-
-    def checks_values(self) -> bool:
-        return True
 
     def _prepare_table(self, call: Call) -> None:
         def tensor(table: Any) -> Tensor | None:

@@ -24,7 +24,7 @@ def differentiable(prepared: Prepared, call: Call, inputs: Inputs) -> Result:
     """The result of a prepared call, with gradients."""
     # Each argument takes microseconds, so most calls have three tensors only.
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
-    apply = apply_to_dense if call.opaque is None else _Differentiable.apply
+    apply = apply_to_dense if call.why_unreadable is None else _Differentiable.apply
     results = apply(lambda *arrays: prepared.run(Inputs(*arrays)), prepared, call, *arrays)
     if not isinstance(results, tuple):
         return Result(results)

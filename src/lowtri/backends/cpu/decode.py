@@ -1,7 +1,7 @@
 """Few queries against many keys: a call that is prepared once, for any number of keys and at any positions.
 
 Each token that is generated brings one key more and other positions. What does not depend on these (the kernel, sizes, options, the
-layout of scratch memory) is prepared once; :meth:`CpuDecode.at` adds the rest: how many keys, where they lie, which of them are
+layout of scratch memory) is prepared once; :meth:`CpuDecode.with_keys` adds the rest: how many keys, where they lie, which of them are
 visible, and into how many parts they are split.
 """
 
@@ -13,19 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.backends import GradientSource, Prepared
+from lowtri.backends import GradientSource, Prepared, PreparedForAnyKeys
 from lowtri.backends.cpu.launch import ArrayLayout, Launch, Selection, Strides, decode_threads, packed, to_dtype
 from lowtri.kernels.abi import CACHE_KEYS, DECODE
-from lowtri.ops.call import Call, Inputs, Positions, Result
+from lowtri.ops.call import Call, Inputs, Placement, Result
 
 # The fields of the record that depend on the keys.
 _VARYING = ("nk", "first_key", "tasks", "visible", "visible_strides", "k_strides", "v_strides")
 
 
-class CpuDecode(Prepared):
+class CpuDecode(PreparedForAnyKeys):
     """The decode kernel of a call that needs no gradients. It has no plan: a table says which keys are visible, if not all are."""
-
-    any_keys = True
 
     def __init__(self, call: Call, selection: Selection) -> None:
         layout = ArrayLayout(call, selection)
@@ -40,7 +38,7 @@ class CpuDecode(Prepared):
         self.launches: dict[tuple[int, int], Launch] = {}  # by threads, and parts of the keys
         given = call.positions_given
         q_positions, k_positions = call.q_positions if given else None, call.k_positions if given else None
-        self.own = self._at(Positions(nk, q_positions, k_positions, call.bounds), call.k.strides, call.v.strides)
+        self.own = self._with_keys(Placement(nk, q_positions, k_positions, call.bounds), call.k.strides, call.v.strides)
         # With the table and the positions: those of this call, and of the newest run.
         positions = sum(x.nbytes for x in (q_positions, k_positions) if x is not None)
         self.nbytes = 8192 + 3 * (self.own.nbytes + positions)
@@ -57,15 +55,15 @@ class CpuDecode(Prepared):
     def plain(self) -> Callable[[Any, Any, Any], Any] | None:
         return self.own.plain()
 
-    def at(self, positions: Positions, k_strides: Strides, v_strides: Strides) -> Prepared | None:
+    def with_keys(self, placement: Placement, k_strides: Strides, v_strides: Strides) -> Prepared | None:
         """This call for other keys and positions; None where the strides of the keys are for another kernel."""
         for new, old in ((k_strides, self.call.k.strides), (v_strides, self.call.v.strides)):
             if new[3] != old[3] or (self.layout.spec.in_pairs and (new[0] | new[1] | new[2]) % 2):
                 return None
-        return self._at(positions, k_strides, v_strides)
+        return self._with_keys(placement, k_strides, v_strides)
 
-    def _at(self, positions: Positions, k_strides: Strides, v_strides: Strides) -> _AtKeys:
-        nk, visible, first_key = positions.nk, self.call.visible_at(positions), 0  # visible: (B|1, Hq|1, Nq, Nk)
+    def _with_keys(self, placement: Placement, k_strides: Strides, v_strides: Strides) -> _AtKeys:
+        nk, visible, first_key = placement.nk, self.call.visible_at(placement), 0  # visible: (B|1, Hq|1, Nq, Nk)
         by_row = by_head = 0
         if visible is not None:  # under a window: only the keys from the first to the last visible one
             first_key, stop, is_full = _run_of_keys(visible)
@@ -76,11 +74,11 @@ class CpuDecode(Prepared):
         threads = decode_threads(self.call, nk, self.layout.spec.input_bytes)
         parts = max(1, min(2 * threads // self.groups, -(-nk // CACHE_KEYS)))
         if self.layout.cast:  # to contiguous copies
-            k_strides, v_strides = (packed((*self.call.k.shape[:2], positions.nk, size)) for size in self.head_sizes)
+            k_strides, v_strides = (packed((*self.call.k.shape[:2], placement.nk, size)) for size in self.head_sizes)
         launch = self.launches.get((threads, parts)) or self._prepare(threads, parts)
         table = 0 if visible is None else visible.ctypes.data
         numbers = nk, first_key, self.groups * parts, table, by_row, by_head, *k_strides, *v_strides
-        return _AtKeys(self, launch, launch.fields_with(numbers), visible, positions.nk)
+        return _AtKeys(self, launch, launch.fields_with(numbers), visible, placement.nk)
 
     def _prepare(self, threads: int, parts: int) -> Launch:
         """The launch for this division of the work; what each run writes is 0 here."""

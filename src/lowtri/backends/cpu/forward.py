@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from lowtri.backends import Drawn, GradientSource, Prepared
+from lowtri.backends import Drawn, GradientSource, PreparedWithGradients
 from lowtri.backends.cpu.launch import (
     ArrayLayout,
     Selection,
@@ -34,7 +34,7 @@ _MOST_LAYOUTS = 8  # of which a call keeps the prepared gradients
 Layout: TypeAlias = tuple[Strides, Strides, Strides, Strides, Strides, Strides | None]
 
 
-class CpuForward(Prepared):
+class CpuForward(PreparedWithGradients):
     """The output has the memory layout of q: heads before tokens, or tokens before heads as projections leave them.
 
     No copy is then needed on either side. Gradients need the log-sum-exp and what it loses to rounding, (2, B, Hq, Nq).
