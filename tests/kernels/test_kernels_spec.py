@@ -46,7 +46,7 @@ def values_of(record: abi.Abi) -> dict[str, Any]:
 def test_every_field_is_written_under_its_name_in_any_order(record: abi.Abi) -> None:
     values = values_of(record)
     backwards = {name: dict(reversed(x.items())) if isinstance(x, dict) else x for name, x in reversed(values.items())}
-    memory = bytes(record.run_format.size) + record.pack(backwards)
+    memory = bytes(record.run_format.size) + record.record_bytes(backwards)
     actual = np.frombuffer(memory, record.dtype)[0]
     for name, value in values.items():
         if isinstance(value, dict):
@@ -62,7 +62,7 @@ def test_a_field_without_a_value_and_a_value_without_a_field_raise(record: abi.A
     strides = {**values["q_strides"], "z": 1}
     for wrong in (without, values | {"tails": 1}, values | {"q_strides": {"b": 1}}, values | {"q_strides": strides}):
         with pytest.raises(KeyError):
-            record.pack(wrong)
+            record.record_bytes(wrong)
 
 
 def named(call: Any) -> None:
@@ -76,7 +76,9 @@ def named(call: Any) -> None:
 @pytest.mark.compiler
 def test_a_kernel_reads_the_fields_by_name() -> None:
     values, actual = values_of(abi.FORWARD), np.zeros(4)
-    record = np.frombuffer(bytearray(bytes(abi.FORWARD.run_format.size) + abi.FORWARD.pack(values)), abi.FORWARD.dtype)
+    record = np.frombuffer(
+        bytearray(bytes(abi.FORWARD.run_format.size) + abi.FORWARD.record_bytes(values)), abi.FORWARD.dtype
+    )
     record["o"] = actual.ctypes.data
     record_type = RecordType(abi.FORWARD.dtype, KernelSpec("float64", "direct", target.ISA))
     code = build_kernels.compiled(named, types.void(record_type))
@@ -147,7 +149,9 @@ def python(code: str, **environment: str) -> str:
 FAMILIES = [("forward", 130, 64), ("forward", 131, 96), ("decode", 1, 64), ("decode", 5, 32)]
 
 
-@pytest.fixture(params=[pytest.param("pairs", marks=() if target.ISA.has_pairs else pytest.mark.compiler), "widened"])
+@pytest.fixture(
+    params=[pytest.param("bf16x2", marks=() if target.ISA.has_bf16_dot else pytest.mark.compiler), "widened"]
+)
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Only this variant for bf16, whichever this CPU would use."""
     variants = [
@@ -222,15 +226,17 @@ COMPILED = """
     from lowtri.kernels.device import NUMBA_OPTIONS, RecordType
     from lowtri.kernels.isa import Avx512Bf16 as Isa
     from lowtri.kernels.spec import KernelSpec
+    from lowtri.kernels.values import Matrix, Packed
 
     def multiply(call):
-        product.product(call.k, call.k_strides.n, 1, call.q, 64, call.o, 64, call.nk, call.d, 0, 64, call.spec)
+        a, b, c = Matrix(call.k, call.k_strides.n, 1), Packed(call.q, 64), Packed(call.o, 64)
+        product.product(a, b, c, call.nk, call.head_dim, 0, 64, call.spec)
 
     def code(dtype, rows, kernel=multiply, record=abi.FORWARD):
         kind = RecordType(record.dtype, KernelSpec(dtype, rows, Isa()))
         return cfunc(types.void(kind), **NUMBA_OPTIONS)(kernel)
 
-    WAYS = (("float32", "direct"), ("bfloat16", "pairs"), ("float64", "direct"))
+    WAYS = (("float32", "direct"), ("bfloat16", "bf16x2"), ("float64", "direct"))
 """
 
 

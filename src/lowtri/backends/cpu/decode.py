@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.backends import GradientSource, Prepared
-from lowtri.backends.cpu.launch import ArrayLayout, Launch, Selection, Strides, decode_threads, packed, to_dtype
+from lowtri.backends.cpu.launch import (
+    KernelArrays,
+    Launch,
+    Selection,
+    Strides,
+    contiguous_strides,
+    decode_threads,
+    to_dtype,
+)
 from lowtri.kernels.abi import CACHE_KEYS, DECODE
 from lowtri.ops.call import Call, Inputs, Positions, Result
 
@@ -28,14 +36,14 @@ class CpuDecode(Prepared):
     any_keys = True
 
     def __init__(self, call: Call, selection: Selection) -> None:
-        layout = ArrayLayout(call, selection)
+        layout = KernelArrays(call, selection)
         self.call, self.layout = call, layout
         batch, _, kv_heads, _, nk, *self.head_sizes = call.sizes
         self.shape = shape = (*call.q.shape[:3], call.v.shape[3])
         self.new_output = layout.new(shape, None, layout.dtype)
         # Of the log-sum-exp, and of what it loses to rounding.
-        self.planes = 2 if call.return_weights or call.return_received else int(bool(call.return_lse))
-        self.new_lse = layout.new((self.planes, *shape[:3])) if self.planes else None
+        self.lse_parts = 2 if call.return_weights or call.return_received else int(bool(call.return_lse))
+        self.new_lse = layout.new((self.lse_parts, *shape[:3])) if self.lse_parts else None
         self.groups = batch * kv_heads
         self.launches: dict[tuple[int, int], Launch] = {}  # by threads, and parts of the keys
         given = call.positions_given
@@ -60,7 +68,7 @@ class CpuDecode(Prepared):
     def at(self, positions: Positions, k_strides: Strides, v_strides: Strides) -> Prepared | None:
         """This call for other keys and positions; None where the strides of the keys are for another kernel."""
         for new, old in ((k_strides, self.call.k.strides), (v_strides, self.call.v.strides)):
-            if new[3] != old[3] or (self.layout.spec.in_pairs and (new[0] | new[1] | new[2]) % 2):
+            if new[3] != old[3] or (self.layout.spec.packs_bf16 and (new[0] | new[1] | new[2]) % 2):
                 return None
         return self._at(positions, k_strides, v_strides)
 
@@ -76,7 +84,9 @@ class CpuDecode(Prepared):
         threads = decode_threads(self.call, nk, self.layout.spec.input_bytes)
         parts = max(1, min(2 * threads // self.groups, -(-nk // CACHE_KEYS)))
         if self.layout.cast:  # to contiguous copies
-            k_strides, v_strides = (packed((*self.call.k.shape[:2], positions.nk, size)) for size in self.head_sizes)
+            k_strides, v_strides = (
+                contiguous_strides((*self.call.k.shape[:2], positions.nk, size)) for size in self.head_sizes
+            )
         launch = self.launches.get((threads, parts)) or self._prepare(threads, parts)
         table = 0 if visible is None else visible.ctypes.data
         numbers = nk, first_key, self.groups * parts, table, by_row, by_head, *k_strides, *v_strides
@@ -111,11 +121,11 @@ class _AtKeys(Prepared):
         if layout.cast and inputs.k.shape[2] > self.nk:  # buffers of a cache
             inputs = inputs._replace(k=inputs.k[:, :, : self.nk], v=inputs.v[:, :, : self.nk])
         q, k, v, bias, sinks = inputs if layout.unchanged else layout.inputs(inputs)
-        output, sums, lse, lse_low = decode.new_output(q), None, 0, 0
+        output, sums, lse, lse_residual = decode.new_output(q), None, 0, 0
         if decode.new_lse is not None:
             sums = decode.new_lse(q)
             lse = address(sums)
-            lse_low = lse + sums.nbytes // 2 if decode.planes == 2 else 0
+            lse_residual = lse + sums.nbytes // 2 if decode.lse_parts == 2 else 0
         self.launch.run_at(
             self.prepared,
             address(q),
@@ -123,7 +133,7 @@ class _AtKeys(Prepared):
             address(v),
             address(output),
             lse,
-            lse_low,
+            lse_residual,
             0 if bias is None else layout.bias_address(bias, layout.bias_strides),
             0 if sinks is None else address(sinks),
         )
@@ -134,7 +144,7 @@ class _AtKeys(Prepared):
         if self.decode.new_lse is not None or not self.decode.layout.is_plain:
             return None
         shape = self.decode.shape
-        return self.launch.of_three(self.prepared, shape, packed(shape), keep=self.visible)
+        return self.launch.of_three(self.prepared, shape, contiguous_strides(shape), keep=self.visible)
 
 
 def _run_of_keys(visible: NDArray[np.bool_]) -> tuple[int, int, bool]:

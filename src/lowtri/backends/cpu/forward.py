@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 
 from lowtri.backends import Drawn, GradientSource, Prepared
 from lowtri.backends.cpu.launch import (
-    ArrayLayout,
+    KernelArrays,
     Selection,
     Strides,
+    bias_fields,
+    contiguous_strides,
     like_array,
-    of_bias,
-    packed,
     select,
-    strides,
+    stride_fields,
     tile_threads,
     to_dtype,
 )
@@ -41,17 +41,17 @@ class CpuForward(Prepared):
     """
 
     def __init__(self, call: Call, selection: Selection) -> None:
-        layout = ArrayLayout(call, selection)
+        layout = KernelArrays(call, selection)
         self.call, self.layout, self.plan = call, layout, call.plan(KEYS)
         batch, heads, _, _, _, _, dv = call.sizes
         shape = (*call.q.shape[:3], dv)
-        output = packed(shape) if call.is_numpy else like_array(layout.arrays[0], dv)
+        output = contiguous_strides(shape) if call.is_numpy else like_array(layout.arrays[0], dv)
         self.new_output, self.output = layout.new(shape, output, layout.dtype), (shape, output)
         again = call.return_weights or call.return_received  # the scores are computed
         # Of the log-sum-exp, and of what it loses to rounding.
-        self.planes = 2 if call.needs_grad or again else int(bool(call.return_lse))
-        self.new_lse = layout.new((self.planes, *shape[:3])) if self.planes else None
-        fields = layout.tile_fields(self.plan) | {"o_strides": strides(output)}
+        self.lse_parts = 2 if call.needs_grad or again else int(bool(call.return_lse))
+        self.new_lse = layout.new((self.lse_parts, *shape[:3])) if self.lse_parts else None
+        fields = layout.tile_fields(self.plan) | {"o_strides": stride_fields(output)}
         self.launch = layout.launch("forward", fields | {"tasks": batch * heads * self.plan.rows}, self.plan)
         self.weights = CpuWeights(layout, self.plan) if again else None
         self._gradients: dict[Layout, _Backward] = {}
@@ -66,17 +66,26 @@ class CpuForward(Prepared):
     def run(self, inputs: Inputs) -> Result:
         layout = self.layout
         q, k, v, bias, sinks = inputs if layout.unchanged else layout.inputs(inputs)
-        output, sums, lse, lse_low = self.new_output(q), None, 0, 0
+        output, sums, lse, lse_residual = self.new_output(q), None, 0, 0
         address = layout.address
         if self.new_lse is not None:
             sums = self.new_lse(q)
             lse = address(sums)
-            lse_low = lse + sums.nbytes // 2 if self.planes == 2 else 0
-        of_bias = 0 if bias is None else layout.bias_address(bias, layout.bias_strides)
-        of_sinks = 0 if sinks is None else address(sinks)
+            lse_residual = lse + sums.nbytes // 2 if self.lse_parts == 2 else 0
+        bias_address = 0 if bias is None else layout.bias_address(bias, layout.bias_strides)
+        sinks_address = 0 if sinks is None else address(sinks)
         launch, seed = self.launch, int(new_seed(self.call.is_numpy)) if self.call.dropout else 0
         launch.run_at(
-            launch.prepared, address(q), address(k), address(v), address(output), lse, lse_low, of_bias, of_sinks, seed
+            launch.prepared,
+            address(q),
+            address(k),
+            address(v),
+            address(output),
+            lse,
+            lse_residual,
+            bias_address,
+            sinks_address,
+            seed,
         )
         if layout.cast:
             output = to_dtype(output, self.call.dtype)
@@ -84,7 +93,7 @@ class CpuForward(Prepared):
         if self.weights is not None:
             if bias is not None:
                 check_sums(sums)
-            weights, received = self.weights.run(Inputs(q, k, v, bias, sinks), lse, lse_low)
+            weights, received = self.weights.run(Inputs(q, k, v, bias, sinks), lse, lse_residual)
         returned: Any = None
         if self.call.return_lse and sums is not None:  # the user may change what is returned in place
             returned = sums[0].clone() if self.call.needs_grad else sums[0]
@@ -101,8 +110,8 @@ class CpuForward(Prepared):
         q, k, v, bias, _ = inputs
         if bias is not None:
             check_sums(sums)
-        of_bias = None if bias is None else bias.stride()
-        layout = q.stride(), k.stride(), v.stride(), output.stride(), d_output.stride(), of_bias
+        bias_strides = None if bias is None else bias.stride()
+        layout = q.stride(), k.stride(), v.stride(), output.stride(), d_output.stride(), bias_strides
         prepared = self._gradients.get(layout) or self._prepare_gradients(layout)
         return prepared.run(inputs, output, sums, seed, d_output, d_lse)
 
@@ -116,7 +125,7 @@ class CpuForward(Prepared):
                 for name, x, now in (("q", call.q, q), ("k", call.k, k), ("v", call.v, v), ("bias", call.bias, bias))
             }
             call = replace(call, **moved)
-            arrays = ArrayLayout(call, select(call))
+            arrays = KernelArrays(call, select(call))
         if len(self._gradients) >= _MOST_LAYOUTS:
             self._gradients.clear()
         prepared = self._gradients[layout] = _Backward(arrays, self.plan, output, d_output)
@@ -129,7 +138,7 @@ class _Backward:
     A task owns a key/value head; if that leaves threads idle, its keys are cut into parts (:mod:`lowtri.backends.cpu.parts`).
     """
 
-    def __init__(self, layout: ArrayLayout, plan: Plan, output: Strides, d_output: Strides) -> None:
+    def __init__(self, layout: KernelArrays, plan: Plan, output: Strides, d_output: Strides) -> None:
         self.layout, call, spec = layout, layout.call, layout.spec
         self.call = call
         batch, heads, kv_heads, nq, nk, d, dv = call.sizes
@@ -147,7 +156,7 @@ class _Backward:
             steps = [like_array(x, x.shape[3]) for x in layout.arrays[1:]]
         else:
             shapes = [(batch, kv_heads, rows, size) for size in sizes]
-            steps = [packed(shape) for shape in shapes]
+            steps = [contiguous_strides(shape) for shape in shapes]
         # Of the log-sum-exp, and of what it loses to rounding.
         self.plane_bytes = batch * heads * nq * spec.number_bytes
         dq = like_array(layout.arrays[0], d)
@@ -160,22 +169,22 @@ class _Backward:
         if call.bias is not None and call.bias.requires_grad:
             self.d_bias_shape = (parts, batch, heads, *call.bias.shape[2:])
         self.copies_output = layout.cast or output[3] != 1
-        self.copies_d_output = layout.cast or (spec.operand == "pairs" and not Array(d_output, dv).even)
-        dense = packed((batch, heads, nq, dv))  # of a copy
+        self.copies_d_output = layout.cast or (spec.operand == "bf16x2" and not Array(d_output, dv).even)
+        dense = contiguous_strides((batch, heads, nq, dv))  # of a copy
         key_sums = [
             dict(zip("bhn", step[:3], strict=True)) | {"rows": rows, "size": size}
             for step, size in zip(steps, sizes, strict=True)
         ]
-        d_bias = () if self.d_bias_shape is None else packed(self.d_bias_shape)
+        d_bias = () if self.d_bias_shape is None else contiguous_strides(self.d_bias_shape)
         fields = layout.tile_fields(plan) | {
             "parts": parts,
             "ranges": self.ranges.ctypes.data,
             "tasks": parts * batch * kv_heads,
-            "output_strides": strides(dense if self.copies_output else output),
-            "d_output_strides": strides(dense if self.copies_d_output else d_output),
+            "output_strides": stride_fields(dense if self.copies_output else output),
+            "d_output_strides": stride_fields(dense if self.copies_d_output else d_output),
             "dk_layout": key_sums[0],
             "dv_layout": key_sums[1],
-            "d_bias_strides": of_bias(call, self.d_bias_shape, d_bias, ("part", "b", "h", "q", "k")),
+            "d_bias_strides": bias_fields(call, self.d_bias_shape, d_bias, ("part", "b", "h", "q", "k")),
         }
         self.launch = layout.launch("backward", fields, plan)
 
@@ -195,7 +204,7 @@ class _Backward:
         d_bias = None if self.d_bias_shape is None else sums.new_zeros(self.d_bias_shape)
         lse = sums.data_ptr()
         # A tensor's shape takes a microsecond, its bytes less.
-        lse_low = lse + self.plane_bytes if sums.nbytes > self.plane_bytes else 0
+        lse_residual = lse + self.plane_bytes if sums.nbytes > self.plane_bytes else 0
         self.launch.run_at(
             self.launch.prepared,
             q.data_ptr(),
@@ -204,7 +213,7 @@ class _Backward:
             0 if bias is None else layout.bias_address(bias, layout.bias_strides),
             output.data_ptr(),
             lse,
-            lse_low,
+            lse_residual,
             d_output.data_ptr(),
             0 if d_lse is None else d_lse.data_ptr(),
             0 if delta is None else delta.data_ptr(),
@@ -222,7 +231,7 @@ class _Backward:
             dk, dv = dk[:, :, :nk, :d], dv[:, :, :nk, :size_v]
         if d_bias is not None:
             d_bias = d_bias.sum(0).sum_to_size(bias.shape)
-        d_sinks = None if delta is None else _of_sinks(sinks, sums[0], delta, output, d_lse)
+        d_sinks = None if delta is None else _d_sinks(sinks, sums[0], delta, output, d_lse)
         return Inputs(dq, dk, dv, d_bias, d_sinks)
 
     def _add_parts(self, dq: Any, dq_sums: Any) -> None:
@@ -236,7 +245,7 @@ class _Backward:
             done += numbers
 
 
-def _of_sinks(sinks: Any, lse: Any, delta: Any, output: Any, d_lse: Any) -> Any:
+def _d_sinks(sinks: Any, lse: Any, delta: Any, output: Any, d_lse: Any) -> Any:
     """The gradient of the sinks: minus the sum over queries of the sink's weight times delta, without queries that see nothing."""
     nothing = lse == -float("inf")
     # A query that sees the sink alone has an output of 0, so that the gradient of the output takes no part, whatever it is.

@@ -57,7 +57,7 @@ class Launch:
         self._scratch = abi.aligned(end + zeros)
         if zeros:
             layout["offsets"][record.zeros] = end - self._scratch
-        self.prepared = record.pack(fields | layout)
+        self.prepared = record.record_bytes(fields | layout)
         self._bytes = self._scratch + scratch_bytes
         self._places = [place for name in varying for place in _words(record.dtype, name, start)]
         self._code = code(symbol(record.name, spec))
@@ -115,11 +115,11 @@ class Launch:
         # The last argument is never passed: it keeps what the addresses in the fields point to.
         def run(q: Any, k: Any, v: Any, keep: Any = (self, keep)) -> Any:
             output, sums = q.new_empty_strided(shape, steps), None
-            lse = lse_low = 0
+            lse = lse_residual = 0
             if new_sums is not None:
                 sums = new_sums(q)
                 lse = sums.data_ptr()
-                lse_low = lse + sums.nbytes // 2
+                lse_residual = lse + sums.nbytes // 2
             try:
                 memory = _pool.pop()
                 if memory.size < size:
@@ -128,7 +128,7 @@ class Launch:
                 memory = _Memory(size)
             where = memory.address
             q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-            write(memory.bytes, 0, 0, 0, where + scratch, q_at, k_at, v_at, output.data_ptr(), lse, lse_low, rest)
+            write(memory.bytes, 0, 0, 0, where + scratch, q_at, k_at, v_at, output.data_ptr(), lse, lse_residual, rest)
             if threads == 1:
                 call(where)
             else:
@@ -189,10 +189,10 @@ def select(call: Call) -> Selection:
     """
     tiles, arrays = select_tiles(call), [call.q, call.k, call.v]
     if not (call.needs_grad or call.dropout) and call.q.shape[2] < (
-        _FEW_QUERIES_TILES if tiles.spec.on_tiles else _FEW_QUERIES
+        _FEW_QUERIES_TILES if tiles.spec.uses_amx else _FEW_QUERIES
     ):
         dtype = "float32" if tiles.cast else call.dtype
-        arrays = [pack(x) for x in arrays] if tiles.cast else [pack(call.q), call.k, call.v]
+        arrays = [contiguous(x) for x in arrays] if tiles.cast else [contiguous(call.q), call.k, call.v]
         decode = _spec_of("decode", dtype, arrays)
         if decode is not None:
             return Selection("decode", decode, tiles.cast)
@@ -205,7 +205,7 @@ def select_tiles(call: Call) -> Selection:
     spec = _spec_of("forward", call.dtype, arrays)
     if spec is not None:
         return Selection("forward", spec, False)
-    spec = _spec_of("forward", "float32", [pack(x) for x in arrays])
+    spec = _spec_of("forward", "float32", [contiguous(x) for x in arrays])
     assert spec is not None, "contiguous arrays in float32 are read on every CPU"
     return Selection("forward", spec, True)
 
@@ -219,7 +219,7 @@ def _spec_of(family: str, dtype: str, arrays: list[ArrayInfo]) -> KernelSpec | N
     return spec_of(family, dtype, q, k, v)
 
 
-class ArrayLayout:
+class KernelArrays:
     """The arrays of a call as the kernels read them.
 
     Half types are read directly, or cast to float32 if the CPU lacks the instructions. The decode kernel reads contiguous queries.
@@ -240,14 +240,16 @@ class ArrayLayout:
         self.call, self.decodes = call, family == "decode"
         self.compute_dtype = self.spec.compute_dtype
         self.dtype = "float32" if self.cast else call.dtype
-        self.arrays = [pack(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
+        self.arrays = [contiguous(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
         if self.decodes:
-            self.arrays[0] = pack(call.q)
+            self.arrays[0] = contiguous(call.q)
         bias, others = call.bias, [x for x in (call.bias, call.sinks) if x is not None]
-        self.bias_strides = () if bias is None else bias.strides if self._keeps(bias) else packed(bias.shape)
+        self.bias_strides = (
+            () if bias is None else bias.strides if self._keeps(bias) else contiguous_strides(bias.shape)
+        )
         self.unchanged = not self.cast and all(map(self._keeps, others))
         # A dimension of one number has any stride.
-        steps = zip(call.q.shape, call.q.strides, packed(call.q.shape), strict=True)
+        steps = zip(call.q.shape, call.q.strides, contiguous_strides(call.q.shape), strict=True)
         self.unchanged &= not self.decodes or all(size == 1 or step == dense for size, step, dense in steps)
         output_bytes = prod(call.q.shape[:3]) * call.v.shape[3] * BYTES[self.dtype]
         self.is_plain = self.unchanged and not (call.is_numpy or others or call.dropout) and output_bytes < LARGE
@@ -281,7 +283,7 @@ class ArrayLayout:
             return lambda like: np.empty(shape, kind)
         import torch
 
-        steps = steps or packed(shape)
+        steps = steps or contiguous_strides(shape)
         if kind == self.dtype:  # naming the dtype takes a microsecond
 
             def make(like: Any) -> Any:
@@ -315,17 +317,18 @@ class ArrayLayout:
         batch, heads, kv_heads, nq, nk, d, dv = call.sizes
         q, k, v = (x.strides for x in self.arrays)
         return {
-            **{"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk, "d": d, "dv": dv},
-            **{"q_strides": strides(q), "k_strides": strides(k), "v_strides": strides(v)},
-            "bias_strides": of_bias(call, None if call.bias is None else call.bias.shape, self.bias_strides),
+            **{"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk},
+            **{"head_dim": d, "value_dim": dv},
+            **{"q_strides": stride_fields(q), "k_strides": stride_fields(k), "v_strides": stride_fields(v)},
+            "bias_strides": bias_fields(call, None if call.bias is None else call.bias.shape, self.bias_strides),
             "options": {"scale": call.scale, "softcap": call.softcap or 0.0},
         }
 
     def tile_fields(self, plan: Plan) -> Fields:
         """The fields that the kernels of tiles read."""
         return self.fields() | {
-            "plan": of_plan(plan),
-            "dropout": of_dropout(self.call, self.q_positions, self.key_words),
+            "plan": plan_fields(plan),
+            "dropout": dropout_fields(self.call, self.q_positions, self.key_words),
         }
 
     def launch(self, family: str, fields: Fields, plan: Plan) -> Launch:
@@ -336,7 +339,7 @@ class ArrayLayout:
         return x.dtype == self.compute_dtype
 
 
-def of_plan(plan: Plan) -> Fields:
+def plan_fields(plan: Plan) -> Fields:
     """The fields of the plan."""
     masks_b, masks_h = plan.mask_index.shape
     arrays = ("mask_index", "row_start", "runs", "tile_bits", "bits")
@@ -344,7 +347,7 @@ def of_plan(plan: Plan) -> Fields:
     return {name: _address_of_array(getattr(plan, name)) for name in arrays} | strides | {"rows": plan.rows}
 
 
-def of_dropout(call: Call, q_positions: NDArray[np.int64], words: NDArray[np.uint32]) -> Fields:
+def dropout_fields(call: Call, q_positions: NDArray[np.int64], words: NDArray[np.uint32]) -> Fields:
     """The fields of dropout, all 0 without; the positions of the queries are (B|1, Nq), the words of the keys (B|1, Nk)."""
     below = threshold(call.dropout)
     if below == 0:  # no draw is less
@@ -360,26 +363,26 @@ def of_dropout(call: Call, q_positions: NDArray[np.int64], words: NDArray[np.uin
     }
 
 
-def of_bias(call: Call, shape: Sequence[int] | None, of: Strides, axes: Sequence[str] = "bhqk") -> Fields:
+def bias_fields(call: Call, shape: Sequence[int] | None, steps: Strides, axes: Sequence[str] = "bhqk") -> Fields:
     """The strides of a bias of this call, or of its gradient: 0 along broadcast axes, and without a bias.
 
     One over distances q - k ascends with q and descends with k.
     """
     if shape is None:
         return dict.fromkeys(axes, 0)
-    fields = {axis: step if size > 1 else 0 for axis, size, step in zip(axes, shape, of, strict=True)}
-    return fields if call.distance_low is None else fields | {"q": of[-1], "k": -of[-1]}
+    fields = {axis: step if size > 1 else 0 for axis, size, step in zip(axes, shape, steps, strict=True)}
+    return fields if call.distance_low is None else fields | {"q": steps[-1], "k": -steps[-1]}
 
 
 # Arrays, NumPy's or torch's, and their strides.
 
 
-def strides(of: Strides) -> Fields:
+def stride_fields(of: Strides) -> Fields:
     """The strides of an array (B, H, N, D)."""
     return dict(zip("bhnd", of, strict=True))
 
 
-def packed(shape: Sequence[int]) -> Strides:
+def contiguous_strides(shape: Sequence[int]) -> Strides:
     """The strides of a contiguous array of this shape."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
@@ -392,9 +395,9 @@ def like_array(x: ArrayInfo, size: int) -> Strides:
     return heads * n * size, n * size, size, 1
 
 
-def pack(x: ArrayInfo) -> ArrayInfo:
+def contiguous(x: ArrayInfo) -> ArrayInfo:
     """The layout of a contiguous array of the same shape."""
-    return x._replace(strides=packed(x.shape))
+    return x._replace(strides=contiguous_strides(x.shape))
 
 
 def to_dtype(x: Any, dtype: str) -> Any:
@@ -420,9 +423,11 @@ def _address_of_tensors() -> Callable[[Any], int]:
 # Multiplications for each thread: about as long as to wake a thread takes, tens of thousands of cycles on any CPU, so that a factor of
 # two in it matters little. On an AMD EPYC (Zen 4) two threads take 0.6 to 0.75 of the time where the work is worth them by this number,
 # and 0.75 to 1.2 of it where it is not. It chooses no algorithm.
-GRAIN = 2**20
-_READ = 2  # a byte of keys and values takes as long as so many multiplications
-_STARTED = 16  # NumPy arrays: without torch each run starts its threads, some ten times as long as to wake them
+WORK_PER_THREAD = 2**20
+BYTE_COST = 2  # a byte of keys and values takes as long as so many multiplications
+THREAD_START_COST = (
+    16  # NumPy arrays: without torch each run starts its threads, some ten times as long as to wake them
+)
 _PRODUCTS = {"forward": 2, "backward": 5, "weights": 1}  # of matrices
 
 
@@ -437,11 +442,11 @@ def tile_threads(family: str, call: Call, plan: Plan) -> int:
 def decode_threads(call: Call, keys: int, number_bytes: int) -> int:
     """For few queries and so many keys: what is multiplied or read, whichever takes longer."""
     batch, heads, kv_heads, nq, _, d, dv = call.sizes
-    return _threads(call, batch * keys * (d + dv) * max(heads * nq, kv_heads * number_bytes * _READ))
+    return _threads(call, batch * keys * (d + dv) * max(heads * nq, kv_heads * number_bytes * BYTE_COST))
 
 
 def _threads(call: Call, multiplications: int) -> int:
-    grain = GRAIN * _STARTED if call.is_numpy else GRAIN
+    grain = WORK_PER_THREAD * THREAD_START_COST if call.is_numpy else WORK_PER_THREAD
     return max(1, min(call.threads, multiplications // grain))
 
 
