@@ -286,7 +286,7 @@ def test_a_fixed_capacity_stays_and_overflow_raises() -> None:
 ERRORS: list[tuple[Callable[[Any, Any], Any], str]] = [
     (
         lambda model, cache: model(ids_of(1, 3), attention_mask="causal & window(2)", **cache),
-        r"EvictingCache: layer 0 has the mask causal & window\(2\), but the cache evicts by .*\nFix: a new cache after use",
+        r"EvictingCache: the forward has causal & window\(2\), but the cache evicts by .*\nFix: a new cache after use",
     ),
     (
         lambda model, cache: model(ids_of(1, 3), attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.bool), **cache),
@@ -306,7 +306,11 @@ ERRORS: list[tuple[Callable[[Any, Any], Any], str]] = [
     ),
     (
         lambda model, cache: use(model, mask="causal")(ids_of(1, 3), **cache),
-        r"EvictingCache: layer 0 has the mask causal, but the cache evicts by .*\nFix: a new cache after use",
+        r"EvictingCache: the forward has causal, but the cache evicts by .*\nFix: a new cache after use",
+    ),
+    (
+        lambda model, cache: use(model)(ids_of(1, 3), **cache),
+        r"EvictingCache: the forward has the model's own masks, but the cache evicts by causal .*\nFix: a new cache after use",
     ),
     (
         lambda model, cache: copy.deepcopy(original("llama"))(ids_of(1, 3), **cache),

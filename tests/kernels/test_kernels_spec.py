@@ -22,11 +22,13 @@ from lowtri.backends import cpu
 from lowtri.backends.cpu.launch import Launch
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
-from lowtri.kernels import abi, target, threads
+from lowtri.kernels import abi, spec, target, threads
 from lowtri.kernels.device import RecordType
-from lowtri.kernels.isa import Avx2, Avx512Bf16
+from lowtri.kernels.isa import Amx, Avx2, Avx512Bf16
 from lowtri.kernels.simd import write
 from lowtri.kernels.spec import Array, KernelSpec
+from lowtri.masks.plan import TILE_Q
+from lowtri.masks.tile import FULL
 from lowtri.ops.arguments import describe
 
 RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
@@ -106,6 +108,13 @@ def test_a_prepared_launch_runs_on_other_arrays_from_many_threads_at_once() -> N
             assert torch.equal(actual, expected)
 
 
+def test_kernels_and_plans_have_the_same_tiles() -> None:
+    """The kernels repeat these numbers of the plan, so that they do not depend on its file."""
+    from lowtri.kernels import tiles
+
+    assert spec.QUERIES == TILE_Q and tiles.FULL == FULL
+
+
 # The instruction set.
 
 
@@ -113,12 +122,20 @@ def test_the_best_instruction_set_is_the_default_and_others_can_be_named() -> No
     def name(*arguments: Any) -> str:
         return target.instruction_set(*arguments).name
 
+    def always(isa: str) -> bool:
+        return True
+
     assert name(None, FEATURES, "x86_64") == "avx512-bf16"
     assert name(None, FEATURES - {"avx512bf16"}, "x86_64") == "avx512"
+    assert name(None, FEATURES, "x86_64", always, "AuthenticAMD") == "avx512-bf16"
+    assert name(None, FEATURES, "x86_64", always, "GenuineIntel") == "avx512", "its dot products of pairs are slower"
+    assert name(None, FEATURES, "x86_64", lambda isa: isa != "avx512", "GenuineIntel") == "avx512-bf16"
+    assert name(None, Amx.features, "x86_64", always, "GenuineIntel") == "amx"
     assert name(None, frozenset(), "aarch64") == "neon" and name(None, frozenset({"bf16"}), "aarch64") == "neon-bf16"
     assert name("neon", frozenset({"bf16"}), "arm64") == "neon"
     for wanted in ("avx512-bf16", "avx512", "avx2", "baseline"):
         assert name(wanted, FEATURES, "x86_64") == wanted
+        assert name(wanted, FEATURES, "x86_64", always, "GenuineIntel") == wanted
 
 
 def test_an_unsupported_instruction_set_raises() -> None:

@@ -222,6 +222,26 @@ def test_all_write_from_the_same_start(page: Page) -> None:
     assert trigrams[0] > 0.9 > trigrams[1], "what the copier writes is not text"
 
 
+def test_heads_and_rows_of_the_attention(page: Page) -> None:
+    """A small picture opens its head, counted from 0 in rows of layers; a row says what its character looks at."""
+    click(page, "#live [data-model=causal]")
+    settle(page)
+    n = page.run("Lesson.live.map.count")
+    heads = page.run("Lesson.live.models.causal.heads")
+    places = page.run("[...document.querySelectorAll('#live .thumbs button')].map((b) => b.offsetTop)")
+    assert len(set(places[:heads])) == 1 and places[heads] > places[0], "a row of pictures is a layer"
+    click(page, f"#live .thumbs button:nth-of-type({heads + 3})")
+    assert note(page, "map").startswith(said(page, "live.head", l=1, h=2, n=n))
+    assert page.run("document.querySelectorAll('#live .thumbs [aria-pressed=true]').length") == 1
+    page.run("document.querySelector('#live canvas.map').focus()")
+    page.press("ArrowUp")
+    place = page.run("Lesson.live.map.from + Lesson.live.map.row")
+    weights = page.run(f"[...Lesson.live.out.attention[1][2][{place}]]")
+    best = page.run(f"Lesson.shownCharacter(Lesson.live.characters[Lesson.live.ids[{weights.index(max(weights))}]])")
+    own = page.run(f"Lesson.shownCharacter(Lesson.live.characters[Lesson.live.ids[{place}]])")
+    assert said(page, "live.row", q=own).split("{list}")[0] + best in note(page, "map")
+
+
 def test_what_the_models_never_read(page: Page) -> None:
     page.run(
         "(() => { const e = document.getElementById('live-text'); e.value = 'É☃'; e.dispatchEvent(new Event('input')) })()"

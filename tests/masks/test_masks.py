@@ -200,7 +200,7 @@ def test_trees_of_rows_that_begin_apart() -> None:
     both = tree([[-1, 0, 0], [-1, -1, 1]], start=[2, 4], inner=keys([[True] * 5, [False] + [True] * 4]))
     for row, (parents, start, real) in enumerate([([-1, 0, 0], 2, True), ([-1, -1, 1], 4, False)]):
         one = tree(parents, start, keys([real] + [True] * 4))
-        assert both.at(row) == tree(parents, start, both.inner.at(row))
+        assert both.for_row(row) == tree(parents, start, both.inner.for_row(row))
         np.testing.assert_array_equal(both.dense(5)[row], one.dense(5))
     assert tree_depths([[-1, 0, 0], [-1, -1, 1]]).tolist() == [[0, 1, 1], [0, 0, 1]]
     assert repr(tree([-1, 0], [2, 4])) == 'tree([-1, 0], start=[2, 4], inner="causal")'
@@ -366,7 +366,7 @@ def test_batches() -> None:
     assert causal().batch == () and rows.batch == (2,) and by_head.batch == (1, 2)
     assert (rows & by_head).batch == (2, 2)
     assert (rows & by_head)(2, 0).shape == (2, 2)
-    assert (rows & by_head).at(1, 1).dense(3).astype(int).tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert (rows & by_head).for_row(1, 1).dense(3).astype(int).tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
     assert heads([rows, causal()]).batch == (2, 2)
     assert (rows & by_head).tile(0, 2, 0, 2).tolist() == [[PARTIAL, PARTIAL], [PARTIAL, PARTIAL]]
     assert rows.pairs(3).tolist() == [5, 5]
@@ -490,8 +490,8 @@ ERRORS = [
     (lambda: causal() - 1, "mask - int: only masks can be joined"),
     (lambda: documents([[0], [0]]) & keys(lengths=[1, 2, 3]), "their batches (2,) and (3,) do not fit together"),
     (
-        lambda: documents([[0], [0]]).at(2),
-        "at: got batch row 2, head 0; the mask has the batch (2,). Fix: a row from 0 to 1",
+        lambda: documents([[0], [0]]).for_row(2),
+        "for_row: got batch row 2, head 0; the mask has the batch (2,). Fix: a row from 0 to 1",
     ),
     (
         lambda: causal().dense(3, 2),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from lowtri.ops.call import Array, Options, Positions
+    from lowtri.ops.call import Array, Options, Placement
     from lowtri.ops.distance_bias import DistanceBias
 
 
@@ -197,7 +197,7 @@ def attention(
     return traced(*cast_for_autocast(q, k, v)[1:], mask, options)
 
 
-def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
+def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Placement) -> Any:
     """The results of :func:`attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
 
     Equal to a call at these positions, which are checked already. ``options`` have no bias, positions, weights or lse.
@@ -242,7 +242,7 @@ def which_engine(
     ready = prepare(call, engine)
     other = ready.fallback(inputs)
     chosen = ready.backend if other is None else other.backend
-    return explain_choice(call, chosen, None if other is None else ready.backend, by_name=engine != "auto")
+    return explain_choice(call, chosen, None if other is None else ready.backend, engine_was_named=engine != "auto")
 
 
 def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:

@@ -11,13 +11,13 @@ and a text, ``bias_kind``. Eager calls on plain tensors do not use these operato
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.backends import GradientSource
+from lowtri.backends import GradientSource, PreparedWithGradients
 from lowtri.compat.torch_private import outside_graph, recording_gradients
 from lowtri.dispatch.exported import exports_to_onnx, formula_for_onnx
 from lowtri.dispatch.prepared import CachedCall, autocast_device, prepared_call, run_eagerly, without_autocast
@@ -137,7 +137,7 @@ def _gradients_of_call(
                     for x in leaves
                 ]
                 ready, rows = prepared(leaves)
-            result, restore = ready.run(rows), ready.call.restore
+            result, restore = ready.run(rows), ready.call.to_user_rank
             results = [restore(x) for x in (result.output, result.lse if options.return_lse else None) if x is not None]
             d_results = [known.d_output, known.d_lse]
             if is_part:
@@ -165,7 +165,8 @@ def _from_lse(ready: CachedCall, rows: Inputs, leaves: list[Any], known: _Known,
     assert known.lse is not None, "such gradients are asked for where it is known"
     lse = known.lse.reshape(1, *shape).to(lse_dtype).contiguous()
     with torch.no_grad():
-        grads = ready.prepared.gradients(rows, output, lse, d_output, known.d_lse.reshape(shape))
+        prepared = cast(PreparedWithGradients, ready.prepared)
+        grads = prepared.gradients(rows, output, lse, d_output, known.d_lse.reshape(shape))
     if ready.call.distance_low is not None and grads.bias is not None:  # of all distances
         (d_values,) = torch.autograd.grad(rows.bias, leaves[3], grads.bias.to(rows.bias.dtype))
         grads = grads._replace(bias=d_values)
@@ -313,7 +314,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, *rest: Any) -> 
                 ready.with_lse, inputs = prepared_call(q, k, v, mask, options)
             ready = ready.with_lse
         result = ready.run(inputs)
-    restore = ready.call.restore
+    restore = ready.call.to_user_rank
     if result.lse is None:
         lse = q.new_full(q.shape[:-1], torch.inf, dtype=_wide(q))
     else:

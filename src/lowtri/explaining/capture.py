@@ -332,8 +332,8 @@ def _of_row(mask: Mask | str, row: int, rows: int) -> Mask:
     if rows == 1 or mask.batch[:1] != (rows,):
         return mask
     if mask.batch[1:] in ((), (1,)):
-        return mask.at(row)
-    return heads_of([mask.at(row, h) for h in range(mask.batch[1])])
+        return mask.for_row(row)
+    return heads_of([mask.for_row(row, h) for h in range(mask.batch[1])])
 
 
 def _array(x: Any) -> Floats:

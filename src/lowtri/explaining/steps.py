@@ -21,8 +21,8 @@ from lowtri.explaining.capture import Captured, capture_arrays, capture_module, 
 from lowtri.explaining.explanation import PAIRS, Explanation, Step, StepText, number, printable
 from lowtri.explaining.models import capture_model
 from lowtri.masks import Mask, as_mask
-from lowtri.masks.label_masks import check_row_lengths
-from lowtri.masks.tile import shown as short_text
+from lowtri.masks.label_masks import check_packed_totals
+from lowtri.masks.tile import short_repr
 from lowtri.pictures.labels import split
 from lowtri.sentences import sentence, texts
 
@@ -193,7 +193,7 @@ def _check_hidden(hidden: Any) -> None:
     is_number = isinstance(hidden, int | float | np.integer | np.floating) and not isinstance(hidden, bool)
     if not is_number or (not -(2**1000) < hidden < 2**1000 and hidden != -math.inf):
         raise CallError(
-            f"explain: hidden is {short_text(hidden)}; expected a number. Fix: hidden=-1e9, or leave it out for -inf."
+            f"explain: hidden is {short_repr(hidden)}; expected a number. Fix: hidden=-1e9, or leave it out for -inf."
         )
 
 
@@ -264,11 +264,11 @@ def _visible(mask: Mask, captured: Captured, row: int) -> NDArray[np.bool_]:
     if mask.batch[:1] not in ((), (1,), (captured.rows,)):
         raise MaskError(
             f"explain: the mask differs between {mask.batch[0]} batch rows, but the arrays have {captured.rows}.\n"
-            "Fix: mask.at(b) for the mask of row b."
+            "Fix: mask.for_row(b) for the mask of row b."
         )
     if mask.batch[1:] not in ((), (1,), (count,)):
         raise MaskError(f"explain: the mask is for {mask.batch[1]} heads, but there are {count}.")
-    check_row_lengths("explain", mask, nk)
+    check_packed_totals("explain", mask, nk)
     table = mask.dense(nq, nk)
     if mask.batch:
         table = table[row if mask.batch[0] > 1 else 0]

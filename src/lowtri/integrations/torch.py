@@ -34,7 +34,7 @@ from lowtri.integrations.dense_mask import join, read_table, top_left_positions
 from lowtri.integrations.replaced_class import Replaced, replace_forward, restore_forward
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
-from lowtri.masks.tile import check_flag, shown
+from lowtri.masks.tile import check_flag, short_repr
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.dense_tables import with_half_of_the_lowest
 
@@ -78,7 +78,7 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
     if not isinstance(module, nn.Module):
         raise EngineError(f"switch: the model is {module!r:.60}, but it takes an nn.Module. Fix: an instance of one.")
     if not isinstance(engine, str) or engine not in ("auto", *BACKENDS):
-        raise EngineError(f"switch: there is no engine {shown(engine)}. There are: auto, {', '.join(BACKENDS)}.")
+        raise EngineError(f"switch: there is no engine {short_repr(engine)}. There are: auto, {', '.join(BACKENDS)}.")
     parts: list[Any] = list(module.modules())
     switched: list[Any] = [x for x in parts if isinstance(x, Replaced) and hasattr(x, "lowtri_engine")]
     if back:

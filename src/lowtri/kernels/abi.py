@@ -158,7 +158,7 @@ def padded(spec: KernelSpec, size: int) -> int:
 
 
 def product_rows(size: int, spec: KernelSpec) -> int:
-    """The rows of the output (head size, queries), or of dQ, that a product on tiles writes: whole registers of 16."""
+    """The rows of the output (head size, queries), or of dQ, that a product on AMX writes: whole registers of 16."""
     return (size + 15) & -16 if spec.uses_amx else size
 
 
@@ -206,7 +206,7 @@ def _slots(spec: KernelSpec, size: int) -> int:
 
 
 def _transposed_tiles(size: str) -> Callable[[KernelSpec, Sizes], Parts]:
-    """What threads share on tiles, for all key/value heads: transposed rows of V or K, and the states of their tiles."""
+    """What threads share on AMX, for all key/value heads: transposed rows of V or K, and the states of their tiles."""
 
     def shared(spec: KernelSpec, sizes: Sizes) -> Parts:
         tiles = _kv_heads(sizes) * -(-sizes["nk"] // KEYS) * spec.uses_amx
@@ -231,7 +231,7 @@ def _forward(spec: KernelSpec, sizes: Sizes) -> Parts:
         "shift": row,
         "total": row,
         "weights": spec.step_row_bytes * KEYS // 2 if spec.packs_bf16 else 0,
-        "values": number * KEYS * dv_padded,  # a copy with 0 in place of non-finite rows; rows to be packed on tiles
+        "values": number * KEYS * dv_padded,  # a copy with 0 in place of non-finite rows; rows to be packed for AMX
         "zeros": number * round_up(sizes["value_dim"], 32) if spec.packs_bf16 else 0,
         "rows": 0 if spec.is_direct else row * max(d_padded, dv_padded),
         "kept_keys": kept_keys,
@@ -252,7 +252,7 @@ def _backward(spec: KernelSpec, sizes: Sizes) -> Parts:
         "dq": row * d_padded,
         "scores": row * KEYS,
         "ds": row * KEYS,
-        "d_softcap": row * KEYS,  # in pairs also dS for dQ
+        "d_softcap": row * KEYS,  # of bf16 also dS for dQ
         "shift": row,
         "shift_residual": row,
         "delta": row,

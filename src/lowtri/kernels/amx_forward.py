@@ -133,14 +133,14 @@ def weigh_step(call, own, queries, keys, step):
         apply_mask(own.scores, keys, query, Spans((first, stop, first, stop, 0, 0, 0, 0), 1), spec)
     lane, size = 4 * query, 0 if step.is_first else call.value_dim
     softmax = Softmax(own.shift + lane, own.total + lane, Sums(own.output + lane, _HALF, size))
-    softmax_in_pairs(own, scale, step.keys, softmax)
+    softmax_bf16x2(own, scale, step.keys, softmax)
     if call.dropout.key_words:
         dropout.draw_tile(call, own, keys, query, min(queries.count, query + _HALF))
         dropout.drop_pairs(own, query, step.keys)
 
 
 @device_function
-def softmax_in_pairs(own, scale_log2, keys, softmax):
+def softmax_bf16x2(own, scale_log2, keys, softmax):
     """The weights of a step, as in :func:`lowtri.kernels.softmax.softmax_tile`, as pairs of keys.
 
     The weights are computed with the shift so far; their sum tells whether one may exceed the limit, beyond which the shift is
@@ -149,7 +149,7 @@ def softmax_in_pairs(own, scale_log2, keys, softmax):
     """
     spec = own.spec
     for vector in range(spec.step_row_bytes // 64 if keys.stop > keys.first else 0):
-        state = rows.of_vector(softmax, vector, spec)
+        state = rows.softmax_of_vector(softmax, vector, spec)
         factors = splat(scale_log2, spec)
         zero = splat(0.0, spec)
         column, target = Packed(own.scores + 64 * vector, spec.step_row_bytes), own.weights + 64 * vector
@@ -164,7 +164,7 @@ def softmax_in_pairs(own, scale_log2, keys, softmax):
                 shift = new_shift(column, factors, keys, state, spec)
                 if shifts_large_scores(column, factors, shift, keys, spec):
                     factors, shift = splat(1.0, spec), zero
-            total = weights_in_pairs(column, factors, shift, keys, target, spec)
+            total = weights_bf16x2(column, factors, shift, keys, target, spec)
             if needs_maximum or not any_greater(total, limit):
                 break
             needs_maximum = True
@@ -172,7 +172,7 @@ def softmax_in_pairs(own, scale_log2, keys, softmax):
 
 
 @device_function
-def weights_in_pairs(scores, factors, shift, keys, target, spec):
+def weights_bf16x2(scores, factors, shift, keys, target, spec):
     """Weights 2 ** (factors * score + shift) of 16 queries as pairs of keys; returns their sum."""
     zero, step = splat(0.0, spec), spec.step_row_bytes
     a = b = c = d = zero

@@ -171,7 +171,7 @@ def backward_tile(call, own, part, queries):
         scale_log2 = finish_products(call, own, queries, keys)
         q_operand, d_output_operand = own_rows.q_operand, own_rows.d_output_operand
         if spec.packs_bf16 and not (non_finite or changes_ds(call)):
-            weights_and_ds_in_pairs(own, scale_log2, keys, seeing)
+            weights_and_ds_bf16x2(own, scale_log2, keys, seeing)
         else:
             weights_and_ds(own, scale_log2, keys, seeing)
             finish_ds(call, own, part.number, queries, keys)
@@ -327,7 +327,7 @@ def weight_and_ds(own, row, lane, word, factor):
 
 
 @device_function
-def weights_and_ds_in_pairs(own, scale_log2, keys, seeing):
+def weights_and_ds_bf16x2(own, scale_log2, keys, seeing):
     """:func:`weights_and_ds` and :func:`round_weights_and_ds` in one pass."""
     spec = own.spec
     factor, zero = splat(scale_log2, spec), splat(0.0, spec)

@@ -197,7 +197,7 @@ def zero_sums(sums, spec):
 
 
 @device_function
-def of_vector(softmax, vector, spec):
+def softmax_of_vector(softmax, vector, spec):
     """The state of a vector of queries, the one of this number."""
     sums = softmax.output
     if spec.uses_amx:

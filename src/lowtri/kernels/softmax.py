@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtri.kernels.device import device_function
-from lowtri.kernels.rows import multiply_by, of_vector, rescale_sums
+from lowtri.kernels.rows import multiply_by, rescale_sums, softmax_of_vector
 from lowtri.kernels.simd import (
     add,
     any_greater,
@@ -151,8 +151,8 @@ def softmax_tile(scores, scale_log2, spans, softmax, spec):
     step = spec.row_bytes
     for vector in range(spec.row_bytes // 64):
         column, seen = Packed(scores + 64 * vector, step), edges_of(spans, (spec.lanes * vector) >> 4)
-        own, factors = of_vector(softmax, vector, spec), splat(scale_log2, spec)
-        shift = new_shift(column, factors, seen, own, spec)
+        state, factors = softmax_of_vector(softmax, vector, spec), splat(scale_log2, spec)
+        shift = new_shift(column, factors, seen, state, spec)
         if shifts_large_scores(column, factors, shift, seen, spec):
             factors, shift = splat(1.0, spec), splat(0.0, spec)
         a = b = splat(0.0, spec)
@@ -170,7 +170,7 @@ def softmax_tile(scores, scale_log2, spans, softmax, spec):
             e = exp2(fma(load(row, spec), factors, shift, spec), spec)
             store(row, e)
             a = add(a, e)
-        store(own.total, add(load(own.total, spec), add(a, b)))
+        store(state.total, add(load(state.total, spec), add(a, b)))
 
 
 @device_function

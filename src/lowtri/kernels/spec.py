@@ -76,8 +76,8 @@ class Array(NamedTuple):
     @property
     def even(self) -> bool:
         """Whether rows are packed and begin at whole elements, so that two neighbours are one element."""
-        *steps, of_numbers = self.strides
-        return of_numbers == 1 and all(step % 2 == 0 for step in steps)
+        *steps, number_step = self.strides
+        return number_step == 1 and all(step % 2 == 0 for step in steps)
 
 
 def _fits_bf16x2(q: Array, k: Array, v: Array) -> bool:

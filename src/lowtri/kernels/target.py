@@ -17,7 +17,7 @@ from typing import Any
 
 from lowtri.errors import EngineError
 from lowtri.kernels import library
-from lowtri.kernels.isa import ALL, PERMISSION, Amx, Baseline
+from lowtri.kernels.isa import PERMISSION, Amx, Baseline, fastest_first
 from lowtri.kernels.spec import Array, KernelSpec, variants_of
 from lowtri.system import sysctl_number
 
@@ -87,6 +87,16 @@ def _saved_registers(name: str) -> int:
     return _SAVED.get(name, 0)
 
 
+def cpu_vendor(cpuid: Callable[[int, int], tuple[int, ...]]) -> str:
+    """The vendor of an x86-64, such as GenuineIntel.
+
+    Args:
+        cpuid: (leaf, subleaf) -> EAX, EBX, ECX, EDX.
+    """
+    words = cpuid(0, 0)
+    return b"".join(words[register].to_bytes(4, "little") for register in (_EBX, _EDX, _ECX)).decode("latin-1")
+
+
 def arm_features(system: str, c_library: Any) -> frozenset[str]:
     """The features of a 64-bit ARM beyond those that every one has, by LLVM's names; none on systems that do not say.
 
@@ -101,6 +111,13 @@ def arm_features(system: str, c_library: Any) -> frozenset[str]:
     if system == "darwin":
         return frozenset(name for name, key in _SYSCTL_NAMES.items() if sysctl_number(key, c_library))
     return frozenset()
+
+
+def vendor() -> str:
+    """The vendor of this CPU; "" if it is no x86-64, or there are no kernels."""
+    if _MACHINE not in ("x86_64", "amd64") or library.unusable():
+        return ""
+    return cpu_vendor(library.cpuid)
 
 
 def features() -> frozenset[str]:
@@ -134,20 +151,26 @@ def _amx_permission() -> bool:
 
 
 def instruction_set(
-    name: str | None, features: frozenset[str], machine: str, built: Callable[[str], bool] = lambda name: True
+    name: str | None,
+    features: frozenset[str],
+    machine: str,
+    built: Callable[[str], bool] = lambda name: True,
+    vendor: str = "",
 ) -> Baseline:
     """The instruction set of that name, or the best one.
 
     Args:
         built: whether there are kernels of an instruction set.
+        vendor: of the CPU, on which the order of preference depends.
 
     Raises:
         EngineError: if there is no instruction set of that name, the CPU does not support it, or it was not built.
     """
-    supported = [isa for isa in ALL if isa.runs_on(features, machine) and built(isa.name)]
+    order = fastest_first(vendor)
+    supported = [isa for isa in order if isa.runs_on(features, machine) and built(isa.name)]
     if name is None:
         return supported[0] if supported else Baseline()  # where there are no kernels at all, the backend says so
-    named = next((isa for isa in ALL if isa.name == name), None)
+    named = next((isa for isa in order if isa.name == name), None)
     if named in supported:
         assert named is not None
         return named
@@ -165,7 +188,7 @@ def instruction_set(
     )
 
 
-ISA = instruction_set(os.environ.get("LOWTRI_ISA") or None, features(), _MACHINE, library.can_use)
+ISA = instruction_set(os.environ.get("LOWTRI_ISA") or None, features(), _MACHINE, library.can_use, vendor())
 # Tiles of bf16. torch uses them whether or not the kernels may.
 HAS_AMX = "amx-bf16" in features()
 VARIANTS = variants_of(ISA)  # in order of preference

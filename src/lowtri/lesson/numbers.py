@@ -98,7 +98,7 @@ def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], floa
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from lowtri.benching import in_turns, seconds_of
+    from lowtri.benching import interleaved, seconds_of
     from lowtri.dispatch.attend import attention
 
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], floa
     }
     with torch.no_grad():
         outputs = [form() for form in forms.values()]  # the first call of lowtri may compile
-        seconds = in_turns({name: partial(seconds_of, form) for name, form in forms.items()}, rounds, 0)
+        seconds = interleaved({name: partial(seconds_of, form) for name, form in forms.items()}, rounds, 0)
     difference = max(float((output - outputs[0]).abs().max()) for output in outputs[1:])
     return {name: 1000 * statistics.median(values) for name, values in seconds.items()}, difference
 

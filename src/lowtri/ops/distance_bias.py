@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_tensor
-from lowtri.masks.tile import POSITION_MAX, shown
+from lowtri.masks.tile import POSITION_MAX, short_repr
 
 _MOST = 2**27  # distances of a call
 
@@ -85,7 +85,7 @@ def distance_bias(table: Any, first: int | None = None) -> DistanceBias:
     start = _whole_number(first)
     if start is None or abs(start) > POSITION_MAX:
         raise CallError(
-            f"distance_bias: first is {shown(first)}, but a distance q - k is a whole number, "
+            f"distance_bias: first is {short_repr(first)}, but a distance q - k is a whole number, "
             "between -2**62 and 2**62. Fix: first=0."
         )
 

@@ -55,10 +55,12 @@ class CpuDecodeWithWeights(Prepared):
 
 def _stacked(call: Call) -> Call:
     """The call that returns weights whose queries are those of all heads of a group."""
-    batch, heads, kv_heads, nq, _, d, _ = call.sizes
-    joins = call.bias is None and (*call.mask.batch, 1, 1)[1] == 1
-    stacked, positions = (kv_heads, call.group * nq) if joins else (heads, nq), call.q_positions
-    shape = (batch, *stacked, d)
+    sizes = call.sizes
+    positions = call.q_positions
+    mask_batch = call.mask.batch
+    joins = call.bias is None and (len(mask_batch) < 2 or mask_batch[1] == 1)
+    stacked = (sizes.kv_heads, call.group * sizes.nq) if joins else (sizes.heads, sizes.nq)
+    shape = (sizes.batch, *stacked, sizes.head_dim)
     return replace(
         call,
         q=ArrayInfo(shape, contiguous_strides(shape), call.dtype, False),

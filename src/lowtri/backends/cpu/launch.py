@@ -38,7 +38,7 @@ class Launch:
     Args:
         fields: the record's fields but for the run's and the scratch memory's, by name.
         keep: the owner of the memory that the fields point to.
-        varying: names of fields that differ between runs, whose numbers each run is given (:meth:`words`).
+        varying: names of fields that differ between runs, whose numbers each run is given (:meth:`fields_with`).
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Launch:
             layout["offsets"][record.zeros] = end - self._scratch
         self.prepared = record.record_bytes(fields | layout)
         self._bytes = self._scratch + scratch_bytes
-        self._places = [place for name in varying for place in _words(record.dtype, name, start)]
+        self._places = [place for name in varying for place in _places_of_field(record.dtype, name, start)]
         self._code = code(symbol(record.name, spec))
         # What a run writes: two counters, the addresses of scratch memory and of arrays, the prepared fields, zeros.
         self._write = struct.Struct(f"{start // 8}q{len(self.prepared)}s{zeros}x").pack_into
@@ -69,10 +69,10 @@ class Launch:
 
     def fields_with(self, numbers: Sequence[int]) -> bytes:
         """The prepared fields where the varying ones have these numbers."""
-        words = array("q", self.prepared)
+        fields = array("q", self.prepared)
         for place, number in zip(self._places, numbers, strict=True):
-            words[place] = number
-        return words.tobytes()
+            fields[place] = number
+        return fields.tobytes()
 
     def run_at(self, prepared: bytes, *addresses: int) -> None:
         """Run the kernel with these prepared fields on arrays at these addresses, in the order of the ABI, 0 for absent ones."""
@@ -90,7 +90,7 @@ class Launch:
         if memory.size <= _POOLED_BYTES:
             _pool.append(memory)
 
-    def of_three(
+    def on_three_tensors(
         self,
         prepared: bytes,
         shape: Strides,
@@ -110,7 +110,9 @@ class Launch:
         """
         rest, write = bytes(self._absent) + prepared, self._write_six
         size, scratch = self._bytes, self._scratch
-        threads, code, call = self.threads, self._code, self._code.call
+        threads = self.threads
+        code = self._code
+        call = self._code.call
 
         # The last argument is never passed: it keeps what the addresses in the fields point to.
         def run(q: Any, k: Any, v: Any, keep: Any = (self, keep)) -> Any:
@@ -127,7 +129,9 @@ class Launch:
             except IndexError:
                 memory = _Memory(size)
             where = memory.address
-            q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            q_at = q.data_ptr()
+            k_at = k.data_ptr()
+            v_at = v.data_ptr()
             write(memory.bytes, 0, 0, 0, where + scratch, q_at, k_at, v_at, output.data_ptr(), lse, lse_residual, rest)
             if threads == 1:
                 call(where)
@@ -140,8 +144,8 @@ class Launch:
         return run
 
 
-def _words(record: np.dtype[Any], name: str, start: int) -> range:
-    """The words of a field, counted from the byte ``start`` of the record."""
+def _places_of_field(record: np.dtype[Any], name: str, start: int) -> range:
+    """The places of a field's numbers, counted from the byte ``start`` of the record."""
     fields: Any = record.fields
     kind, offset = fields[name][:2]
     first = int(offset - start) // 8
@@ -168,10 +172,10 @@ _pool: list[_Memory] = []
 
 # Which kernel, and how it reads the arrays.
 
-_FEW_QUERIES = 16  # the other kernels compute groups of 16 queries whole
+_DECODED_QUERIES = 16  # fewer are decoded: the other kernels compute groups of 16 queries whole
 # With products on tile registers a group takes less time than 16 queries one by one: half of it, estimated from the numbers of
 # instructions; not measured on a CPU with AMX yet.
-_FEW_QUERIES_TILES = 8
+_DECODED_QUERIES_AMX = 8
 
 
 class Selection(NamedTuple):
@@ -188,9 +192,8 @@ def select(call: Call) -> Selection:
     The decode kernel does not drop weights.
     """
     tiles, arrays = select_tiles(call), [call.q, call.k, call.v]
-    if not (call.needs_grad or call.dropout) and call.q.shape[2] < (
-        _FEW_QUERIES_TILES if tiles.spec.uses_amx else _FEW_QUERIES
-    ):
+    limit = _DECODED_QUERIES_AMX if tiles.spec.uses_amx else _DECODED_QUERIES
+    if call.q.shape[2] < limit and not (call.needs_grad or call.dropout):
         dtype = "float32" if tiles.cast else call.dtype
         arrays = [contiguous(x) for x in arrays] if tiles.cast else [contiguous(call.q), call.k, call.v]
         decode = _spec_of("decode", dtype, arrays)
@@ -243,10 +246,8 @@ class KernelArrays:
         self.arrays = [contiguous(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
         if self.decodes:
             self.arrays[0] = contiguous(call.q)
-        bias, others = call.bias, [x for x in (call.bias, call.sinks) if x is not None]
-        self.bias_strides = (
-            () if bias is None else bias.strides if self._keeps(bias) else contiguous_strides(bias.shape)
-        )
+        others = [x for x in (call.bias, call.sinks) if x is not None]
+        self.bias_strides = () if call.bias is None else self._strides_of_bias(call.bias)
         self.unchanged = not self.cast and all(map(self._keeps, others))
         # A dimension of one number has any stride.
         steps = zip(call.q.shape, call.q.strides, contiguous_strides(call.q.shape), strict=True)
@@ -259,12 +260,12 @@ class KernelArrays:
 
     def inputs(self, inputs: Inputs) -> Inputs:
         """The arrays in dtypes that the kernels read; ``inputs`` themselves where they are ``unchanged``, which callers ask first."""
-        q, k, v, bias, sinks = inputs
+        q, k, v = inputs[:3]
         if self.cast:
             q, k, v = (to_dtype(x, "float32") for x in (q, k, v))
         elif self.decodes:
             q = np.ascontiguousarray(q) if self.call.is_numpy else q.contiguous()
-        bias, sinks = (None if x is None else to_dtype(x, self.compute_dtype) for x in (bias, sinks))
+        bias, sinks = (None if x is None else to_dtype(x, self.compute_dtype) for x in (inputs.bias, inputs.sinks))
         return Inputs(q, k, v, bias, sinks)
 
     def bias_address(self, bias: Any, steps: Strides) -> int:
@@ -314,11 +315,11 @@ class KernelArrays:
     def fields(self) -> Fields:
         """The fields that every kernel reads: sizes, strides, options."""
         call = self.call
-        batch, heads, kv_heads, nq, nk, d, dv = call.sizes
+        sizes = call.sizes
         q, k, v = (x.strides for x in self.arrays)
         return {
-            **{"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk},
-            **{"head_dim": d, "value_dim": dv},
+            **{name: getattr(sizes, name) for name in ("batch", "heads", "nq", "nk", "head_dim", "value_dim")},
+            "group": sizes.heads // sizes.kv_heads,
             **{"q_strides": stride_fields(q), "k_strides": stride_fields(k), "v_strides": stride_fields(v)},
             "bias_strides": bias_fields(call, None if call.bias is None else call.bias.shape, self.bias_strides),
             "options": {"scale": call.scale, "softcap": call.softcap or 0.0},
@@ -334,6 +335,10 @@ class KernelArrays:
     def launch(self, family: str, fields: Fields, plan: Plan) -> Launch:
         """The launch of a kernel of tiles."""
         return Launch(getattr(abi, family.upper()), self.spec, fields, tile_threads(family, self.call, plan), plan)
+
+    def _strides_of_bias(self, bias: ArrayInfo) -> Strides:
+        """Of the bias as the kernels read it."""
+        return bias.strides if self._keeps(bias) else contiguous_strides(bias.shape)
 
     def _keeps(self, x: ArrayInfo) -> bool:
         return x.dtype == self.compute_dtype
@@ -389,8 +394,9 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 def like_array(x: ArrayInfo, size: int) -> Strides:
     """The strides of an array without gaps that has the sizes of x (B, H, N, D) but for D, and the order of x in memory."""
-    (_, heads, n, _), (_, h_step, n_step, _) = x.shape, x.strides
-    if h_step < n_step and heads > 1:  # tokens before heads
+    heads, n = x.shape[1:3]
+    head_step, token_step = x.strides[1:3]
+    if head_step < token_step and heads > 1:  # tokens before heads
         return heads * n * size, size, heads * size, 1
     return heads * n * size, n * size, size, 1
 
@@ -433,16 +439,18 @@ _PRODUCTS = {"forward": 2, "backward": 5, "weights": 1}  # of matrices
 
 def tile_threads(family: str, call: Call, plan: Plan) -> int:
     """For the tiles that the kernel of this family computes: forward, backward or weights."""
-    batch, heads, _, nq, nk, d, dv = call.sizes
+    sizes = call.sizes
     tiles = int((plan.runs[:, 1] - plan.runs[:, 0]).sum())  # of all masks, each taken to be as frequent as the others
-    pairs = min(nq * nk, tiles * TILE_Q * plan.tile_k // plan.masks)
-    return _threads(call, batch * heads * pairs * (d + dv) * _PRODUCTS[family] // 2)
+    pairs = min(sizes.nq * sizes.nk, tiles * TILE_Q * plan.tile_k // plan.masks)
+    numbers = sizes.head_dim + sizes.value_dim
+    return _threads(call, sizes.batch * sizes.heads * pairs * numbers * _PRODUCTS[family] // 2)
 
 
 def decode_threads(call: Call, keys: int, number_bytes: int) -> int:
     """For few queries and so many keys: what is multiplied or read, whichever takes longer."""
-    batch, heads, kv_heads, nq, _, d, dv = call.sizes
-    return _threads(call, batch * keys * (d + dv) * max(heads * nq, kv_heads * number_bytes * BYTE_COST))
+    sizes = call.sizes
+    rows = max(sizes.heads * sizes.nq, sizes.kv_heads * number_bytes * BYTE_COST)
+    return _threads(call, sizes.batch * keys * (sizes.head_dim + sizes.value_dim) * rows)
 
 
 def _threads(call: Call, multiplications: int) -> int:

@@ -40,13 +40,16 @@ class CpuWeights:
 
     def __init__(self, layout: KernelArrays, plan: Plan, *, wide: bool = False) -> None:
         self.layout, call = layout, layout.call
-        batch, heads, _, nq, nk, _, _ = call.sizes
+        sizes = call.sizes
+        batch = sizes.batch
+        heads = sizes.heads
+        nk = sizes.nk
         threads = tile_threads("weights", call, plan)
         parts = 1 if threads == 1 else max(1, min(-(-_TASKS * threads // (batch * heads)), -(-nk // KEYS)))
         fields = layout.tile_fields(plan) | {"parts": parts, "wide": int(wide), "tasks": batch * heads * parts}
         self.launch = layout.launch("weights", fields, plan)
         dtype = layout.compute_dtype if wide else layout.dtype
-        self.new_weights = layout.new((batch, heads, nq, nk), None, dtype) if call.return_weights else None
+        self.new_weights = layout.new((batch, heads, sizes.nq, nk), None, dtype) if call.return_weights else None
         self.new_received = layout.new_zeros((batch, heads, nk)) if call.return_received else None
         self.casts = layout.cast and not wide
 
@@ -55,14 +58,16 @@ class CpuWeights:
 
         ``inputs`` are as the kernels read them, ``lse`` and ``lse_residual`` addresses.
         """
-        layout, (q, k, _, bias, _) = self.layout, inputs
+        layout = self.layout
+        q = inputs.q
+        bias = inputs.bias
         weights = None if self.new_weights is None else self.new_weights(q)
         received = None if self.new_received is None else self.new_received(q)
         address = layout.address
         self.launch.run_at(
             self.launch.prepared,
             address(q),
-            address(k),
+            address(inputs.k),
             lse,
             lse_residual,
             0 if bias is None else layout.bias_address(bias, layout.bias_strides),

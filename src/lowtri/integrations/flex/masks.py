@@ -27,7 +27,7 @@ from lowtri.integrations.function_mask import FunctionMask, Node, trace
 from lowtri.masks.array_masks import table
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.formulas import full
-from lowtri.masks.label_masks import check_row_lengths
+from lowtri.masks.label_masks import check_packed_totals
 from lowtri.masks.mask import Mask
 from lowtri.masks.plan import TILE_Q, plan
 from lowtri.masks.positions import default_positions
@@ -86,7 +86,7 @@ def block_mask(
         raise MaskError(f"block_mask: {nq} queries and {nk} keys: there are no blocks. Fix: at least one of each.")
     q, k = _positions("q_positions", q_positions, nq), _positions("k_positions", k_positions, nk)
     if q is None and k is None:
-        check_row_lengths("block_mask", mask, nk)
+        check_packed_totals("block_mask", mask, nk)
     if q is None:
         q = default_positions(mask, nq, nk)[0] if k is None or nq > nk else k[..., nk - nq :]
     device = _device("block_mask", device)
@@ -291,7 +291,7 @@ def _blocks_by_pairs(mask: Mask, nq: int, nk: int, size: tuple[int, int]) -> tup
     for first in range(0, rows, strip):
         q = np.arange(first * size[0], min((first + strip) * size[0], nq))
         for b, h in np.ndindex(*batch):
-            visible = mask.at(b, h)(q[:, None], np.arange(nk)[None, :])
+            visible = mask.for_row(b, h)(q[:, None], np.arange(nk)[None, :])
             by_row = np.add.reduceat(visible, np.arange(0, len(q), size[0]), axis=0, dtype=np.int64)
             counts[b, h, first : first + strip] = np.add.reduceat(by_row, np.arange(0, nk, size[1]), axis=1)
     return counts > 0, counts == size[0] * size[1]

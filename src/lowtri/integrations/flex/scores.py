@@ -219,7 +219,7 @@ def _expected(recognised: Scores, pairs: list[tuple[int, ...]]) -> tuple[Floats,
             added = _bias_at(recognised.bias, b, h, q, k)
             expected[i] += added
             sizes[i] = abs(added) if math.isfinite(added) else 0.0
-        if recognised.mask is not None and not recognised.mask.at(b, h)(q, k):
+        if recognised.mask is not None and not recognised.mask.for_row(b, h)(q, k):
             expected[i] = -math.inf
     return expected, sizes
 

@@ -42,6 +42,7 @@ from lowtri.integrations.transformers.packing import (
     remember,
 )
 from lowtri.integrations.transformers.sharded import check_sharded, shard_arguments
+from lowtri.integrations.transformers.traced_cache import TRACED, begin_forward, end_forward, packed_rows
 from lowtri.masks.formulas import first
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import as_mask
@@ -209,7 +210,11 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     setting = model.lowtri_setting
     own = setting.mask is None and setting.context is None
     own = own and not isinstance(kwargs.get("attention_mask"), _MASKS) and not (args and _has_mask(args))
-    own = own and _evicting_cache(kwargs) is None
+    evicting = _evicting_cache(kwargs)
+    if evicting is not None and torch.compiler.is_dynamo_compiling() and setting.context is None:
+        begin_forward(model, evicting, args, kwargs)
+        return None
+    own = own and evicting is None
     if own and torch.compiler.is_compiling():
         _check_traced_positions(model, kwargs)
         return None
@@ -237,6 +242,9 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
 def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
     """End the forward; it has raised if there is no output."""
     if torch.compiler.is_compiling():
+        if _evicting_cache(kwargs) is not None:
+            end_forward(model)
+            return
         running = model.lowtri_setting.applied
     else:
         running = _current.get() is not None
@@ -299,10 +307,8 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer:
 def _begin_in_cache(forward: Forward) -> None:
     """Let an EvictingCache know where the tokens of a forward stand."""
     if forward.packing is not None:
-        raise CallError(
-            f"EvictingCache: got {forward.packing.told_by} of packed rows.\n"
-            'Fix: use(model, mask=documents(lengths=[...], open_end=True, inner="causal")) before the cache is made.'
-        )
+        raise packed_rows(forward.packing.told_by)
+    forward.cache.check_mask(forward.mask)
     taken = forward.cache_argument
     if taken != "cache" and forward.named.get("cache") is forward.cache:  # which this forward would pass over
         raise CallError(
@@ -310,6 +316,7 @@ def _begin_in_cache(forward: Forward) -> None:
         )
     tokens = next(x for x in map(forward.named.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
     forward.cache.begin(tokens.shape[0], tokens.shape[1], forward.named.get("attention_mask"))
+    TRACED.begin(forward.model, forward.cache)  # a program may be a part of this forward
 
 
 def _remade(made: Any) -> Any:
@@ -327,9 +334,12 @@ def _end(model: Any, output: Any) -> None:
     unused, name = None, type(model).__name__
     if output is not None and forward.packing is not None:
         _remember(forward, output)
-    if output is not None and forward.cache is not None:
-        forward.cache.end()
-    if output is not None and forward.required and not forward.made_mask:
+    if forward.cache is not None:
+        TRACED.end()
+        if output is not None:
+            forward.cache.end()
+    made = forward.made_mask or (forward.cache is not None and forward.cache.has_attended)
+    if output is not None and forward.required and not made:
         applied = "context_parallel" if forward.mask is None else repr(forward.mask)
         if forward.packing is not None and forward.mask is None:
             applied = repr(forward.packing.mask)
