@@ -122,7 +122,8 @@ class FormulaCall(Prepared):
         lse = _joined([part.lse for part in parts]) if self.call.return_lse else None
         received = None
         if self.call.return_received:
-            received = WithoutGradient.apply(torch.stack([part.received for part in parts]).sum(0))
+            sums: list[Any] = [part.received for part in parts]
+            received = WithoutGradient.apply(torch.stack(sums).sum(0))
         return Result(_joined([part.output for part in parts]), weights, lse, received=received)
 
 

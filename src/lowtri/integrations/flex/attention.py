@@ -146,7 +146,7 @@ def _attend(
     tiles = FormulaCall(call, of_tile)
     with without_autocast(device):
         result = tiles.run(inputs)
-    most = torch.cat([greatest[tile] for tile in tiles.tiles], 2) if want_max else None
+    most = torch.cat([greatest[tile] for tile in tiles.blocks], 2) if want_max else None
     return result.output, result.lse if want_lse else None, most
 
 
