@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lowtri.backends.formula import Tile, Tiles
+from lowtri.backends.formula import Block, FormulaCall
 from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.prepared import cast_for_autocast, without_autocast
@@ -131,9 +131,9 @@ def _attend(
         return attention(q, k, v, mask, **options), None, None
     device, q, k, v = cast_for_autocast(q, k, v)
     call, inputs = describe(q, k, v, mask, CallOptions(scale, return_lse=True)._replace(**positions))
-    modified, greatest = _identity if score_mod is None else tile_function(score_mod), dict[Tile, Tensor]()
+    modified, greatest = _identity if score_mod is None else tile_function(score_mod), dict[Block, Tensor]()
 
-    def of_tile(scores: Tensor, tile: Tile) -> Tensor:
+    def of_tile(scores: Tensor, tile: Block) -> Tensor:
         scores = modified(scores, tile)
         if want_max:
             visible = torch.nn.functional.pad(
@@ -143,14 +143,14 @@ def _attend(
             greatest[tile] = shown.amax(3)
         return scores
 
-    tiles = Tiles(call, of_tile)
+    tiles = FormulaCall(call, of_tile)
     with without_autocast(device):
         result = tiles.run(inputs)
-    most = torch.cat([greatest[tile] for tile in tiles.tiles], 2) if want_max else None
+    most = torch.cat([greatest[tile] for tile in tiles.blocks], 2) if want_max else None
     return result.output, result.lse if want_lse else None, most
 
 
-def _identity(scores: Tensor, tile: Tile) -> Tensor:
+def _identity(scores: Tensor, tile: Block) -> Tensor:
     return scores
 
 
