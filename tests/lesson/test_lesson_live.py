@@ -77,9 +77,10 @@ def test_the_losses_in_the_page_are_those_of_the_weights(language: str) -> None:
                 assert float(stepwise_loss(model, held[:4])) == pytest.approx(float(loss(model, held[:4])), abs=1e-4)
         assert entropy == pytest.approx(losses["entropy"], abs=1e-4)
         found[mask] = losses
+    assert len({models(language)[mask]["measured"]["steps"] for mask in MASKS}) == 1, "the page has one number for both"
     causal, full = found["causal"], found["full"]
     assert causal["stepwise"] == pytest.approx(causal["validation"], abs=1e-3)
-    assert causal["entropy"] - 0.02 < causal["validation"] < causal["entropy"] + 0.25 < causal["uniform"]
+    assert causal["entropy"] - 0.02 < causal["validation"] < causal["entropy"] + 0.1 < causal["uniform"]
     assert full["validation"] < 0.05 < causal["entropy"] < causal["uniform"] < full["stepwise"]
 
 
