@@ -54,7 +54,8 @@ def check_inputs(name: str, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> 
     if not tensors or not q.ndim == k.ndim == v.ndim == inputs.rank:
         for argument, x, layout in zip(inputs.names, (q, k, v), inputs.layouts, strict=True):
             check_tensor(name, argument, x, layout)
-    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    of_q = q.shape
+    of_k, of_v = k.shape, v.shape
     _, key, value = inputs.names
     rule = ""
     if of_q[-1] != of_k[-1] or of_q[-1] == 0:
@@ -132,7 +133,7 @@ def whole_numbers(
         fits = fits and (size == given or type(size) is str)
     if not fits or numbers.dtype.kind not in "iu":
         got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else _shown(value)
-        shape = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
+        shape = f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(map(str, sizes))})"
         raise CallError(f"{name}: {argument} is {got}. Fix: whole numbers {shape}.")
     if below is not None and numbers.size:
         _check_range(name, argument, numbers, int(numbers.min()), int(numbers.max()), below)

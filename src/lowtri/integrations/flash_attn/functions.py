@@ -212,11 +212,11 @@ def flash_attn_func(
         CallError: if the arguments do not fit together.
     """
     name = "flash_attn_func"
-    (rows, nq, heads, _), of_k = check_inputs(name, IN_ROWS, q, k, v)
-    check_slopes(name, alibi_slopes, rows, heads)
+    of_q, of_k = check_inputs(name, IN_ROWS, q, k, v)
+    check_slopes(name, alibi_slopes, of_q[0], of_q[2])
     options = _Options(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    results = options.run(q, k, v, options.mask(), bottom_right_positions(nq, of_k[1]))
+    positions = bottom_right_positions(of_q[1], of_k[1])
+    results = options.run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options.mask(), positions)
     return results if return_attn_probs else results[0]
 
 
@@ -363,7 +363,10 @@ def _from_pages(pages: Tensor, edges: Ints, block_table: Any) -> Tensor:
 
 def _one_by_one(options: _Options, tensors: tuple[Tensor, ...], edges: tuple[Ints, Ints]) -> tuple[Tensor, ...]:
     """Slopes that differ between sequences: one call for each."""
-    (q, k, v), (of_q, of_k), mask, slopes = tensors, edges, options.mask(), options.alibi_slopes
+    q, k, v = tensors
+    of_q, of_k = edges
+    mask = options.mask()
+    slopes = options.alibi_slopes
     dropped = options.return_attn_probs and options.dropout_p > 0
     weights = q.new_zeros(q.shape[1], len(q), len(k)) if dropped else q.new_empty(0)
     outputs, lses = [], []
@@ -446,7 +449,7 @@ def flash_attn_with_kvcache(
     options = _Options(_CACHE, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
     mask = options.mask()
     slots = _Slots(q, k_cache, v_cache, block_table, cache_batch_idx)
-    rows, nq, heads, _ = slots.of_q
+    rows, nq, heads = slots.of_q[:3]
     lengths = for_rows(_CACHE, "cache_seqlens", slots.count if cache_seqlens is None else cache_seqlens, rows)  # (B,)
     starts = None if cache_leftpad is None else for_rows(_CACHE, "cache_leftpad", cache_leftpad, rows)
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
@@ -514,15 +517,15 @@ class _Slots:
         new = None
         for argument, x, cache in (("k", k, self.k), ("v", v, self.v)):
             check_tensor(_CACHE, argument, x, "(B, N, H, D)")
-            (_, _, heads, size), given = cache.shape, x.shape
+            of_cache, given = cache.shape, x.shape
             new = given[1] if new is None else new
-            expected = self.batch, new, heads, size
+            expected = (self.batch, new, of_cache[2], of_cache[3])
             if given != expected or not x.is_floating_point():
                 raise CallError(
                     f"{_CACHE}: {argument} is {tuple(given)} {x.dtype}. Fix: {expected} floats, as q and the cache."
                 )
             steps = cache.stride()
-            if 0 in steps and any(step == 0 and n > 1 for step, n in zip(steps, cache.shape, strict=True)):
+            if 0 in steps and any(step == 0 and n > 1 for step, n in zip(steps, of_cache, strict=True)):
                 raise CallError(
                     f"{_CACHE}: {argument}_cache is expanded, so its rows share memory and cannot hold different tokens. "
                     f"Fix: {argument}_cache.contiguous()."
@@ -561,9 +564,8 @@ class _Slots:
 
 def _first_slots(cache: Tensor, n: int) -> Tensor:
     """cache[:, :n].transpose(1, 2) as one operation of torch, of which each takes some microseconds."""
-    rows, _, heads, size = cache.shape
-    row_step, slot_step, head_step, step = cache.stride()
-    return cache.as_strided((rows, heads, n, size), (row_step, head_step, slot_step, step))
+    sizes, steps = cache.shape, cache.stride()
+    return cache.as_strided((sizes[0], sizes[2], n, sizes[3]), (steps[0], steps[2], steps[1], steps[3]))
 
 
 def _slot_positions(nq: int, nk: int, starts: list[int] | None, ends: list[int]) -> dict[str, Ints]:
@@ -573,6 +575,7 @@ def _slot_positions(nq: int, nk: int, starts: list[int] | None, ends: list[int])
     starts = starts or [0] * len(ends)
     if nq <= nk == min(ends) and not any(starts):  # no row ends after nk
         return {}
-    slots, first, end = np.arange(nk), np.array(starts)[:, None], np.array(ends)[:, None]
+    slots = np.arange(nk)
+    first, end = np.array(starts)[:, None], np.array(ends)[:, None]
     k = np.where((slots >= first) & (slots < end), slots + nq, -1)  # + nq: none of q's is negative
     return {"q_positions": end + np.arange(nq), "k_positions": k}
