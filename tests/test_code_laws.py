@@ -24,13 +24,9 @@ TO_READ = [
     "src/lowtri/benching.py",
     "src/lowtri/cli/checks.py",
     "src/lowtri/dispatch/",
-    "src/lowtri/generation/",
-    "src/lowtri/integrations/transformers/switching.py",
-    "src/lowtri/integrations/transformers/user_masks.py",
     "src/lowtri/masks/custom_masks.py",
     "src/lowtri/masks/formulas.py",
     "src/lowtri/masks/label_masks.py",
-    "src/lowtri/nn/attention.py",
     "src/lowtri/ops/",
     "src/lowtri/verifying/",
 ]
@@ -66,6 +62,7 @@ MANY_PARAMETERS = {
     "src/lowtri/integrations/flex/masks.py:create_block_mask",
     "src/lowtri/integrations/transformers/attention.py:attend",
     "src/lowtri/integrations/transformers/masks.py:make_mask",
+    "src/lowtri/integrations/transformers/switching.py:_FalconAttention.forward",
     "src/lowtri/nn/attention.py:MultiHeadAttention.__init__",
     "src/lowtri/nn/attention.py:MultiHeadAttention.forward",
 }
