@@ -101,7 +101,7 @@ class _Compiled(Prepared):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         call, (q, k, v, bias, sinks) = self.call, inputs
         if self.fully_masked_queries is not None:
             q = q.masked_fill(self.fully_masked_queries, 0)

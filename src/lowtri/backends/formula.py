@@ -55,14 +55,10 @@ class Tiles(Prepared):
         score_mod: applied to the scaled scores of a tile (B, Hq, n, Nk) and the tile (first query, one past the last, and the same
             of its keys), before the mask; torch differentiates it, with all tensors that it reads. At hidden pairs it is applied to
             0, and its result is not used.
-        seed: of the dropout, which each run else draws.
     """
 
-    def __init__(
-        self, call: Call, score_mod: Callable[[Tensor, Tile], Tensor] | None = None, seed: int | None = None
-    ) -> None:
+    def __init__(self, call: Call, score_mod: Callable[[Tensor, Tile], Tensor] | None = None) -> None:
         self.call, self.score_mod, self._table = call, score_mod, None
-        self.seed = None if seed is None else torch.tensor(seed)
         batch, heads, _, nq, nk, *_ = call.sizes
         size = max(TILE_Q, _SCORES_IN_TILE // max(1, batch * heads * nk) // TILE_Q * TILE_Q)
         starts = range(0, nq, size) if nq else [0]
@@ -88,19 +84,19 @@ class Tiles(Prepared):
             return self._table.to(device)
         return torch.from_numpy(self.call.visible(*tile)).to(device)
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         if not self.call.is_numpy:
-            return self._run(inputs)
+            return self._run(inputs, seed)
         with torch.no_grad():
-            result = self._run(Inputs(*(None if x is None else _as_tensor(x) for x in inputs)))
+            result = self._run(Inputs(*(None if x is None else _as_tensor(x) for x in inputs)), seed)
         return Result(*(None if x is None else x.numpy() for x in result))
 
-    def _run(self, inputs: Inputs) -> Result:
+    def _run(self, inputs: Inputs, seed: Any) -> Result:
         # Tiles are recomputed for their gradients; torch.func does not support that.
         recompute = len(self.tiles) > 1 and torch.is_grad_enabled() and transformation() is None
-        seed = self.seed
         if self.call.dropout and seed is None:
-            seed = torch.as_tensor(new_seed(self.call.is_numpy))
+            seed = new_seed(self.call.is_numpy)
+        seed = None if seed is None else torch.as_tensor(seed)
         parts = []
         # Last tile first: under a causal mask it has the most keys, and the others fit into the memory that it frees.
         for tile in reversed(self.tiles):

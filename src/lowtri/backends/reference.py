@@ -44,7 +44,7 @@ class _Definition(Prepared):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         """Results in the dtype of q, log-sum-exp in float64 or float32."""
         call, like = self.call, inputs.q
         q, k, v, bias, sinks = map(_in_float64, inputs)
@@ -53,7 +53,7 @@ class _Definition(Prepared):
         options: Any = {"scale": call.scale, "softcap": call.softcap, "bias": bias, "sinks": sinks}
         state = None
         if call.dropout:
-            state = Drawn(int(new_seed(call.is_numpy)))
+            state = Drawn(int(new_seed(call.is_numpy) if seed is None else seed))
             batch, heads, *_ = call.sizes
             is_kept = kept(state.seed, call.dropout, (batch, heads), call.q_positions, call.k_positions)
             options["dropout"] = is_kept * kept_scale(call.dropout)

@@ -63,7 +63,7 @@ class CpuForward(PreparedWithGradients):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         layout = self.layout
         q, k, v, bias, sinks = inputs if layout.unchanged else layout.inputs(inputs)
         output, sums, lse, lse_low = self.new_output(q), None, 0, 0
@@ -74,9 +74,21 @@ class CpuForward(PreparedWithGradients):
             lse_low = lse + sums.nbytes // 2 if self.planes == 2 else 0
         of_bias = 0 if bias is None else layout.bias_address(bias, layout.bias_strides)
         of_sinks = 0 if sinks is None else address(sinks)
-        launch, seed = self.launch, int(new_seed(self.call.is_numpy)) if self.call.dropout else 0
+        number = 0
+        if self.call.dropout:
+            number = int(new_seed(self.call.is_numpy) if seed is None else seed)
+        launch = self.launch
         launch.run_at(
-            launch.prepared, address(q), address(k), address(v), address(output), lse, lse_low, of_bias, of_sinks, seed
+            launch.prepared,
+            address(q),
+            address(k),
+            address(v),
+            address(output),
+            lse,
+            lse_low,
+            of_bias,
+            of_sinks,
+            number,
         )
         if layout.cast:
             output = to_dtype(output, self.call.dtype)
@@ -88,7 +100,7 @@ class CpuForward(PreparedWithGradients):
         returned: Any = None
         if self.call.return_lse and sums is not None:  # the user may change what is returned in place
             returned = sums[0].clone() if self.call.needs_grad else sums[0]
-        return Result(output, weights, returned, Drawn(seed, sums) if self.call.dropout else sums, received)
+        return Result(output, weights, returned, Drawn(number, sums) if self.call.dropout else sums, received)
 
     def plain(self) -> Callable[[Any, Any, Any], Any] | None:
         if not self.layout.is_plain or self.call.return_lse or self.weights is not None:
