@@ -35,7 +35,7 @@ MANY_PARAMETERS = {
     # Public functions: each parameter is a user's.
     "src/lowtri/auditing/audit.py:audit",
     "src/lowtri/dispatch/attend.py:attention",
-    "src/lowtri/dispatch/operators.py:attention_backward",
+    "src/lowtri/dispatch/backward.py:attention_backward",
     "src/lowtri/explaining/steps.py:explain",
     "src/lowtri/generation/cache.py:KVCache.attend",
     "src/lowtri/generation/generate.py:generate",

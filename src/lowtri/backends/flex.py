@@ -101,7 +101,7 @@ class _Compiled(Prepared):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         call, sinks = self.call, inputs.sinks
         q, k, v = inputs[:3]
         if self.fully_masked_queries is not None:

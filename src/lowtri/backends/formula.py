@@ -63,16 +63,12 @@ class FormulaCall(Prepared):
         score_mod: applied to the scaled scores of a block (B, Hq, n, Nk) and the block (first query, one past the last, and the same
             of its keys), before the mask; torch differentiates it, with all tensors that it reads. At hidden pairs it is applied to
             0, and its result is not used.
-        seed: of the dropout, which each run else draws.
     """
 
-    def __init__(
-        self, call: Call, score_mod: Callable[[Tensor, Block], Tensor] | None = None, seed: int | None = None
-    ) -> None:
+    def __init__(self, call: Call, score_mod: Callable[[Tensor, Block], Tensor] | None = None) -> None:
         self.call = call
         self.score_mod = score_mod
         self._table = None
-        self.seed = None if seed is None else torch.tensor(seed)
         sizes = call.sizes
         nq, nk = sizes.nq, sizes.nk
         size = max(TILE_Q, _SCORES_IN_TILE // max(1, sizes.batch * sizes.heads * nk) // TILE_Q * TILE_Q)
@@ -99,19 +95,19 @@ class FormulaCall(Prepared):
             return self._table.to(device)
         return torch.from_numpy(self.call.visible(*block)).to(device)
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         if not self.call.is_numpy:
-            return self._run(inputs)
+            return self._run(inputs, seed)
         with torch.no_grad():
-            result = self._run(Inputs(*(None if x is None else _as_tensor(x) for x in inputs)))
+            result = self._run(Inputs(*(None if x is None else _as_tensor(x) for x in inputs)), seed)
         return Result(*(None if x is None else x.numpy() for x in result))
 
-    def _run(self, inputs: Inputs) -> Result:
+    def _run(self, inputs: Inputs, seed: Any) -> Result:
         # Blocks are recomputed for their gradients; torch.func does not support that.
         recompute = len(self.blocks) > 1 and torch.is_grad_enabled() and transformation() is None
-        seed = self.seed
         if self.call.dropout and seed is None:
-            seed = torch.as_tensor(new_seed(self.call.is_numpy))
+            seed = new_seed(self.call.is_numpy)
+        seed = None if seed is None else torch.as_tensor(seed)
         parts = []
         # Last block first: under a causal mask it has the most keys, and the others fit into the memory that it frees.
         for block in reversed(self.blocks):

@@ -44,7 +44,7 @@ class _Definition(Prepared):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         """Results in the dtype of q, log-sum-exp in float64 or float32."""
         call, like = self.call, inputs.q
         exact = Inputs(*map(_in_float64, inputs))
@@ -54,7 +54,7 @@ class _Definition(Prepared):
         options: Any = {"scale": call.scale, "softcap": call.softcap, "bias": bias, "sinks": exact.sinks}
         state = None
         if call.dropout:
-            state = Drawn(int(new_seed(call.is_numpy)))
+            state = Drawn(int(new_seed(call.is_numpy) if seed is None else seed))
             is_kept = kept(
                 state.seed, call.dropout, (call.sizes.batch, call.sizes.heads), call.q_positions, call.k_positions
             )

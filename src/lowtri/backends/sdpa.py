@@ -111,7 +111,11 @@ class _Fused(PreparedWithGradients, PreparedForSomeValues):
         self.fully_masked_queries, self.fully_masked_keys = tensor(no_key), tensor(no_query[..., None])
         self.table = None if visible.all() else torch.from_numpy(visible | no_key).to(call.device)
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
+        if seed is not None:  # torch's function draws from the generator of its device
+            with torch.random.fork_rng([inputs.q.device] if inputs.q.is_cuda else []):
+                torch.manual_seed(int(seed))
+                return self.run(inputs)
         if not self.has_state:
             return Result(self._output(inputs))
         with torch.enable_grad():  # the gradients need the graph that torch records

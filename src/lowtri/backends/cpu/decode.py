@@ -60,7 +60,7 @@ class CpuDecode(PreparedForAnyKeys):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         return self.own.run(inputs)
 
     def plain(self) -> Callable[[Any, Any, Any], Any] | None:
@@ -122,7 +122,7 @@ class _AtKeys(Prepared):
     def checks_values(self) -> bool:
         return self.decode.checks_values()
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         decode = self.decode
         layout, address = decode.layout, decode.layout.address
         if layout.cast and inputs.k.shape[2] > self.nk:  # buffers of a cache

@@ -36,7 +36,7 @@ class CpuDecodeWithWeights(Prepared):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         call, layout = self.call, self.layout
         result, q = self.decode.run(inputs), inputs.q
         rows = np.ascontiguousarray(q) if call.is_numpy else q.contiguous()

@@ -75,7 +75,7 @@ class CpuForward(PreparedWithGradients):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         layout = self.layout
         arrays = inputs if layout.unchanged else layout.inputs(inputs)
         output, sums = self.new_output(arrays.q), None
@@ -85,7 +85,12 @@ class CpuForward(PreparedWithGradients):
             sums = self.new_lse(arrays.q)
             lse = address(sums)
             lse_residual = lse + sums.nbytes // 2 if self.lse_parts == 2 else 0
-        launch, seed = self.launch, int(new_seed(self.call.is_numpy)) if self.call.dropout else 0
+        bias = 0 if arrays.bias is None else layout.bias_address(arrays.bias, layout.bias_strides)
+        sinks = 0 if arrays.sinks is None else address(arrays.sinks)
+        number = 0
+        if self.call.dropout:
+            number = int(new_seed(self.call.is_numpy) if seed is None else seed)
+        launch = self.launch
         launch.run_at(
             launch.prepared,
             address(arrays.q),
@@ -94,9 +99,9 @@ class CpuForward(PreparedWithGradients):
             address(output),
             lse,
             lse_residual,
-            0 if arrays.bias is None else layout.bias_address(arrays.bias, layout.bias_strides),
-            0 if arrays.sinks is None else address(arrays.sinks),
-            seed,
+            bias,
+            sinks,
+            number,
         )
         if layout.cast:
             output = to_dtype(output, self.call.dtype)
@@ -108,7 +113,7 @@ class CpuForward(PreparedWithGradients):
         returned: Any = None
         if self.call.return_lse and sums is not None:  # the user may change what is returned in place
             returned = sums[0].clone() if self.call.needs_grad else sums[0]
-        return Result(output, weights, returned, Drawn(seed, sums) if self.call.dropout else sums, received)
+        return Result(output, weights, returned, Drawn(number, sums) if self.call.dropout else sums, received)
 
     def plain(self) -> Callable[[Any, Any, Any], Any] | None:
         if not self.layout.is_plain or self.call.return_lse or self.weights is not None:
