@@ -245,7 +245,8 @@ def check_axes(tested: ModelUnderTest, inputs: Inputs, seed: int) -> None:
 @functools.lru_cache(maxsize=2)
 def _signs(width: int) -> npt.NDArray[np.float64]:
     """Random signs (width, 16)."""
-    return np.random.default_rng(0).integers(0, 2, (width, _SUMS)) * 2.0 - 1.0
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (width, _SUMS))
+    return np.asarray(signs, np.float64)
 
 
 def parameters(model: Any) -> Mapping[str, inspect.Parameter]:
