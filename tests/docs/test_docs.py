@@ -57,6 +57,13 @@ def test_the_site_needs_no_network() -> None:
     assert [page.name for page in pages if fetched.search(page.read_text(encoding="utf-8"))] == []
 
 
+def test_the_pages_stay_short() -> None:
+    """Together at most 2,800 lines; the two pages of figures at most 200 each."""
+    lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in (ROOT / "docs").rglob("*.md")}
+    assert sum(lines.values()) <= 2800
+    assert lines["speed.md"] <= 200 and lines["parallel.md"] <= 200
+
+
 def test_files_of_the_source_that_pages_name_exist() -> None:
     """Not those of the recipes, which a reader is to write."""
     source = Path(lowtri.__file__).parent

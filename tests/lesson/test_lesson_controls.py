@@ -290,6 +290,15 @@ def test_the_counts_of_the_patterns(page: Page) -> None:
     slide(page, "#patterns-n", 24)
 
 
+def test_no_label_of_a_drawing_is_cut_off(page: Page) -> None:
+    cut = page.run(
+        "[...document.querySelectorAll('main svg text')].filter((text) => {"
+        "const [a, b] = [text.getBoundingClientRect(), text.closest('svg').getBoundingClientRect()];"
+        "return a.width && (a.right > b.right + 1 || a.left < b.left - 1) }).map((text) => text.textContent)"
+    )
+    assert cut == []
+
+
 def test_the_copy_buttons(page: Page) -> None:
     assert page.run("document.querySelectorAll('[data-copy]').length") == page.run(
         "document.querySelectorAll('.python').length"

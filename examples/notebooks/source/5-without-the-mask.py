@@ -16,6 +16,7 @@ from lowtri.nn import Decoder, DecoderConfig
 # {{notebook.twice}}
 
 # %%
+torch.set_num_threads(1)  # for models as small as these, more threads wait more than they compute
 verbs, nouns = ["saw", "liked", "found", "drew"], ["cat", "dog", "bird", "fish", "fox"]
 dice = torch.Generator().manual_seed(0)
 
