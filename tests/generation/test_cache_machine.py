@@ -83,8 +83,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def of_row(self, b: int) -> Any:
         if len(self.mask.batch) < 2:
-            return self.mask.at(b)
-        return lowtri.heads([self.mask.at(b, h) for h in range(HEADS)])
+            return self.mask.for_row(b)
+        return lowtri.heads([self.mask.for_row(b, h) for h in range(HEADS)])
 
     def check(self, out: Any, b: int, history: np.ndarray, n: int) -> None:
         """The last ``n`` queries of a row."""

@@ -32,7 +32,7 @@ from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.formulas import causal
 from lowtri.masks.label_masks import with_open_end
-from lowtri.masks.tile import MAX_POSITIONS, check_flag, shown
+from lowtri.masks.tile import MAX_POSITIONS, check_flag, short_repr
 from lowtri.masks.tree import Tree
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
@@ -153,7 +153,7 @@ class KVCache:
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
         """Positions of a layer's next ``n`` tokens, (n,), or (B, n) where the rows of the batch differ."""
         if not isinstance(n, int | np.integer) or not 0 <= n <= POSITION_MAX:
-            raise CallError(f"next_positions: n is {shown(n)}; it counts tokens, from 0 to 2**62.")
+            raise CallError(f"next_positions: n is {short_repr(n)}; it counts tokens, from 0 to 2**62.")
         appends = self._layers[layer].appends if isinstance(layer, Hashable) and layer in self._layers else 0
         allocated = appends < self._slots.appends  # by another layer of the same append
         positions = (self._slots.last_positions if allocated else self._slots.upcoming(n)).copy()
@@ -408,7 +408,7 @@ class KVCache:
         Source: positions counted within the cache, as in StreamingLLM (Xiao et al. 2023).
         """
         if not isinstance(keep, int | np.integer) or not 0 <= keep <= POSITION_MAX:
-            raise CallError(f"shift: keep is {shown(keep)}; it counts positions, from 0 to 2**62.")
+            raise CallError(f"shift: keep is {short_repr(keep)}; it counts positions, from 0 to 2**62.")
         self._check_complete("shift")
         moved = self._slots.shift(keep)
         if rotate_keys is None or not moved.any():
@@ -510,7 +510,7 @@ def _token_count(name: str, value: Any, least: int, most: int) -> int:
         count = -1
     if not least <= count <= most:
         raise CallError(
-            f"KVCache: {name} is {shown(value)}; it counts tokens, from {least} to 2**{most.bit_length() - 1}."
+            f"KVCache: {name} is {short_repr(value)}; it counts tokens, from {least} to 2**{most.bit_length() - 1}."
             f"\nFix: {name}={_FIXES[name]}"
         )
     return count

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 from lowtri.masks.arrays import positions_in_numpy
-from lowtri.ops.call import Positions
+from lowtri.ops.call import Placement
 
 Slots: TypeAlias = "slice | NDArray[np.int64]"
 
@@ -65,7 +65,7 @@ class SlotAllocator:
         self.last_positions: NDArray[np.int64] = self.positions[:, :0]
         self.last_start = 0  # the slot of its first token
         # What its queries read, in every layer.
-        self.visible_slots = Positions(0, self.last_positions, self.last_positions, (-1, -1, -1, -1))
+        self.visible_slots = Placement(0, self.last_positions, self.last_positions, (-1, -1, -1, -1))
         self.moved: Slots | None = None  # the old slots in their new order, if the last append moved the tokens
         self.lookahead = lookahead  # None if queries may come before keys that the mask shows them
         self._complete_from = np.zeros(1, np.int64)  # (R,) queries from here on can see none of the evicted keys
@@ -121,18 +121,18 @@ class SlotAllocator:
         self._since_sweep += n
         self.appends += 1
 
-    def _find_visible_slots(self, n: int) -> Positions:
+    def _find_visible_slots(self, n: int) -> Placement:
         """What the queries of the last ``n`` tokens read: all slots where keys are evicted, so that the number is constant."""
         top, q = self.used_end, self.last_positions
         if not self._gaps and len(self.next) == 1 and self.next.item() == top:
-            return Positions(top, None, None, (top - n, top - 1, 0, top - 1))  # attention's defaults: cheaper
+            return Placement(top, None, None, (top - n, top - 1, 0, top - 1))  # attention's defaults: cheaper
         span = self.capacity if self.evicted else top
         k = self.positions[:, :span]
         if q.size == 1:  # of one row: keys ascend
             at, gaps = q.item(), self._gaps or span > top
-            return Positions(span, q, k, (at, at, -1 if gaps else k.item(0), self.next.item() - 1))
+            return Placement(span, q, k, (at, at, -1 if gaps else k.item(0), self.next.item() - 1))
         low, high = ([int(f(x, initial=none)) for x in (q, k)] for f, none in ((np.min, POSITION_MAX), (np.max, -1)))
-        return Positions(span, q, k, (low[0], high[0], low[1], high[1]))
+        return Placement(span, q, k, (low[0], high[0], low[1], high[1]))
 
     def check_crop(self, n: NDArray[np.int64]) -> None:
         """Raise unless the tokens at positions from ``n`` (R,) on can be removed."""
@@ -348,7 +348,7 @@ def rows_of(index: Any, size: int, mask: Mask) -> NDArray[np.int64]:
     masks, heads = _batch_and_heads(mask)
     if masks > 1 and (
         len(rows) != size
-        or any(mask.at(i, h) != mask.at(int(row), h) for i, row in enumerate(rows) for h in range(heads))
+        or any(mask.for_row(i, h) != mask.for_row(int(row), h) for i, row in enumerate(rows) for h in range(heads))
     ):
         raise CallError(
             f"reorder: index is {rows.tolist()}, but {mask!r} differs from row to row, and masks are not reordered.\n"
@@ -520,7 +520,7 @@ def seen(mask: Mask, q0: Any, q1: Any, k0: Any, k1: Any) -> NDArray[np.int8]:
 def row_masks(mask: Mask, b: int, rows: int) -> list[Mask]:
     """The masks of all heads in row ``b``; with ``rows`` = 1, those of all rows of the batch."""
     batch, heads = _batch_and_heads(mask)
-    return [mask.at(i, h) for i in (range(batch) if rows == 1 else [b]) for h in range(heads)]
+    return [mask.for_row(i, h) for i in (range(batch) if rows == 1 else [b]) for h in range(heads)]
 
 
 def _batch_and_heads(mask: Mask) -> tuple[int, int]:

@@ -64,7 +64,9 @@ class LazyMask:
 
         One tile decides about the tail; the start of a window is found by bisection. Computed once for a forward, not a layer.
         """
-        mask, q0, q1, low, high = self.mask, self.q0, self.q0 + self.nq, self.k0, self.k0 + self.nk
+        mask = self.mask
+        q0, q1 = self.q0, self.q0 + self.nq
+        low, high = self.k0, self.k0 + self.nk
         if not mask.depends_on_query or low == high:
             return self
         if low < q1 < high and _all_hidden(mask, q0, q1, q1, high):
@@ -106,7 +108,8 @@ class LazyMask:
             )
         q, k = np.arange(self.q0, self.q0 + self.nq), np.arange(self.k0, self.k0 + self.nk)
         pairs = np.asarray(self.mask(q[:, None], k[None, :]))
-        lead = (*self.mask.batch, 1, 1)[:2]
+        batch = self.mask.batch
+        lead = (*batch, *[1 for _ in range(2 - len(batch))])  # (B|1, Hq|1)
         return np.broadcast_to(pairs.reshape(*lead, *pairs.shape[-2:]), (*lead, self.nq, self.nk))
 
     def _require_sequence(self) -> None:

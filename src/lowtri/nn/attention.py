@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
-from lowtri.masks.tile import check_flag, shown
+from lowtri.masks.tile import check_flag, short_repr
 from lowtri.nn.config import DecoderConfig, GPT2Config, check_size, head_size
 from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
 
@@ -217,7 +217,7 @@ class MultiHeadAttention(nn.Module):
             _check_tensor("MultiHeadAttention", "context", context)
         if attend is not None and not callable(attend):
             raise CallError(
-                f"MultiHeadAttention: attend is {shown(attend)}; expected a function. Fix: attend=lowtri.attention, or None."
+                f"MultiHeadAttention: attend is {short_repr(attend)}; expected a function. Fix: attend=lowtri.attention, or None."
             )
         if type(return_weights) is not bool:
             return_weights = check_flag("MultiHeadAttention", "return_weights", return_weights)

@@ -344,10 +344,10 @@ class RemappedMask(Mask):
         # Intervals may contain positions that do not occur; what is true of all of them is still true of those that do.
         return self.inner._sees(self._range_min_max[q], self._range_min_max[k])
 
-    def _at(self, b: int, h: int) -> Mask:
+    def _for_row(self, b: int, h: int) -> Mask:
         positions = np.atleast_2d(self.positions.array)
         inner_rows = self.inner.batch[0] if self.inner.batch else 1
-        return RemappedMask(self.inner.at(b % inner_rows, h), FrozenArray(positions[b % len(positions)]))
+        return RemappedMask(self.inner.for_row(b % inner_rows, h), FrozenArray(positions[b % len(positions)]))
 
     def __repr__(self) -> str:
         return f"moved({self.inner!r}, {self.positions})"
@@ -366,7 +366,7 @@ class ShiftedMask(Mask):
     def _sees(self, q: Index, k: Index) -> Any:
         return self.inner._sees(q + self.by[0], k + self.by[0])
 
-    def _at(self, b: int, h: int) -> Mask:
+    def _for_row(self, b: int, h: int) -> Mask:
         return ShiftedMask(self.inner, (self.by[b],))
 
     def __repr__(self) -> str:
