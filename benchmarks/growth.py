@@ -30,7 +30,7 @@ from lowtri.benching import (
     check_equal,
     facts,
     headline,
-    in_turns,
+    interleaved,
     needs_table,
     ours,
     run,
@@ -138,7 +138,7 @@ def _extend(lines: Sequence[Line], n: int, dtype: str, longest: float, clock: Cl
         first[name] = clock() - start
         peaks[name] = None if peak is None else peak + table_bytes
     slow = sum(first.values()) > _SLOW
-    taken = in_turns(runs, _FEW_ROUNDS - 1 if slow else ROUNDS, 0)
+    taken = interleaved(runs, _FEW_ROUNDS - 1 if slow else ROUNDS, 0)
     for line in lines:
         if line.name in taken:
             seconds = [*taken[line.name], *[first[line.name]] * slow]

@@ -17,13 +17,15 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from lowtri.dispatch import sdpa_compatible
+from lowtri.dispatch import jagged, sdpa_compatible
+from lowtri.generation import slots
 from lowtri.integrations import dense_mask, flash_attn, function_mask
 from lowtri.integrations import torch as torch_nn
 from lowtri.integrations.flash_attn import functions, layers_rotary
 from lowtri.integrations.flex import attention as flex_attention
 from lowtri.integrations.flex import masks as flex_masks
 from lowtri.integrations.transformers import attention as transformers_attention
+from lowtri.integrations.transformers import caching as transformers_caching
 from lowtri.integrations.transformers import masks as transformers_masks
 from lowtri.masks import Mask, causal
 from lowtri.masks.tile import Truth
@@ -284,6 +286,40 @@ def _(right: Any) -> Any:
         return transformers_masks._sliding(mask.before + 1, mask.after) if wider else mask  # type: ignore[attr-defined]
 
     return wrong
+
+
+# Jagged tensors.
+
+JAGGED = "jagged tensors"
+
+
+@fault("ends of jagged rows", "five queries, 130 keys", JAGGED, (jagged, "_positions"), JAGGED)
+def _(right: Any) -> Any:
+    """Queries of a sequence stand at its first keys."""
+    return lambda of_q, of_k, from_top: right(of_q, of_k, True)
+
+
+@fault("jagged rows apart", "padding left, 5 queries", JAGGED, (jagged, "documents"), JAGGED)
+def _(right: Any) -> Any:
+    """Every sequence sees all sequences before it."""
+    return lambda lengths, inner: right(lengths=[int(lengths.sum())], inner=inner)
+
+
+# EvictingCache.
+
+EVICTING = "EvictingCache"
+
+
+@fault("evicted too early", "window of 8, 5 queries", EVICTING, (slots.SlotAllocator, "_invisible"), EVICTING)
+def _(right: Any) -> Any:
+    """A key that the next query is the last to see is evicted before it."""
+    return lambda self, k, first: right(self, k, first + 1)
+
+
+@fault("padding in the cache", "padding left, 5 queries", EVICTING, (transformers_caching, "_pads"), EVICTING)
+def _(right: Any) -> Any:
+    """The paddings of the rows are exchanged."""
+    return lambda valid: right(valid)[::-1]
 
 
 # Mask functions of any library, by their operations.

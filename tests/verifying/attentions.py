@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -314,6 +315,77 @@ def multihead(form: str, make: Callable[[Any], nn.MultiheadAttention], given: An
         options["is_causal"] = True
     q, k, v = (x.transpose(1, 2).flatten(2) for x in (given.q, given.k, given.v))
     return make(module)(q, k, v, **options)[0].unflatten(2, (case.hq, case.d)).transpose(1, 2)
+
+
+# lowtri's own: jagged tensors, the module, the cache
+
+
+def jagged(attend: Any, given: Any) -> Any:
+    """Jagged tensors of torch: the sequences are the rows, padded ones without their padding."""
+    only(given, "scale", "softcap", "sinks", "log-sum-exp", "grouped heads", "values of another size")
+    case = given.case
+    if case.nq > case.nk or 0 in given.visible.shape:
+        raise NotImplementedError("more queries than keys")
+    mask: Any = case.mask
+    lengths = [case.nk] * case.b
+    if case.text == "padding left":
+        mask, lengths = "causal", real_keys(given)
+    elif mask.batch or case.text in ("random table", "empty rows", "top left"):
+        raise NotImplementedError(f"mask {case.text}")
+    queries = [min(case.nq, n) for n in lengths]
+
+    def sequences(x: Any, sizes: list[int]) -> Any:
+        rows = [row[len(row) - n :] for row, n in zip(x.transpose(1, 2), sizes, strict=True)]  # (N, H, D)
+        offsets = torch.tensor([0, *sizes]).cumsum(0)
+        return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets).transpose(1, 2)
+
+    def padded(x: Any) -> Any:
+        rows = x.values().transpose(0, 1).split(queries)  # (N, H) or (N, H, Dv)
+        return torch.stack(
+            [nn.functional.pad(row, (0, 0) * (row.ndim - 1) + (case.nq - len(row), 0)) for row in rows]
+        ).transpose(1, 2)
+
+    arrays = (sequences(x, sizes) for x, sizes in ((given.q, queries), (given.k, lengths), (given.v, lengths)))
+    options = {"scale": given.scale, "softcap": case.softcap, "sinks": given.sinks, "return_lse": case.lse}
+    result = attend(*arrays, mask, **options)
+    return tuple(padded(x) for x in result) if case.lse else padded(result)
+
+
+@cache
+def _model_with_a_cache() -> Any:
+    import transformers
+
+    from lowtri.integrations.transformers import switch
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return switch(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=9, **sizes)).eval())
+
+
+def evicting_cache(attend: Any, given: Any) -> Any:
+    """The keys before the queries are appended seven at a time, then those of the queries, in a layer over an EvictingCache."""
+    from lowtri.integrations.dense_mask import LazyMask
+    from lowtri.integrations.transformers import EvictingCache, use
+    from lowtri.integrations.transformers.lazy import LazyMaskTensor
+
+    only(given, "scale", "softcap", "sinks", "grouped heads", "values of another size")
+    case = given.case
+    mask, valid = case.mask, None
+    if case.text == "padding left":
+        mask, valid = lowtri.causal(), given.visible.any(2)[:, 0]
+    elif mask.batch[:1] not in ((), (1,)):
+        raise NotImplementedError("masks by row")
+    if case.nq > case.nk or 0 in given.visible.shape or not mask.is_causal(case.nk):
+        raise NotImplementedError("later keys, or none")
+    cache_of_keys = EvictingCache(use(_model_with_a_cache(), mask=mask), block=1)
+    before = case.nk - case.nq
+    edges = [*range(0, before, 7), before, case.nk] if before else [0, case.nk]
+    for start, stop in pairwise(edges):
+        cache_of_keys.begin(case.b, stop - start, None if valid is None else valid[:, :stop])
+        keys, values = cache_of_keys.update(given.k[:, :, start:stop], given.v[:, :, start:stop], 0)
+    lazy = LazyMask(mask, before, case.nq, 0, case.nk, cache=cache_of_keys)
+    tensor = LazyMaskTensor(lazy, (case.b, 1, case.nq, case.nk), "cpu")
+    options = {"softcap": case.softcap, "s_aux": given.sinks}
+    return attend(nn.Module(), given.q, keys, values, tensor, scaling=given.scale, **options)[0].transpose(1, 2)
 
 
 def lowtri_module(attend: Any, given: Any) -> Any:

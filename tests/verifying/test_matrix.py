@@ -109,6 +109,8 @@ OURS: dict[str, Entry] = {
         f"nn.MultiheadAttention, {form}": Entry(switch, called(attentions.multihead, form), least)
         for form, least in (("bools", 50), ("floats", 50), ("is_causal", 20))
     },
+    "jagged tensors": Entry(lowtri.attention, called(attentions.jagged), 40),
+    "EvictingCache": Entry(of_transformers.attend, called(attentions.evicting_cache, gradients=False), 36),
     "lowtri.nn.MultiHeadAttention": Entry(lowtri.nn.MultiHeadAttention, called(attentions.lowtri_module), 44),
     **{
         f"transformers, {form}": Entry(

@@ -167,8 +167,10 @@ def _cache_of(state: Tensor) -> Any:
 
 def _run_begin(state: Tensor, rows: int, n: int, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
     cache = _cache_of(state)
-    if position_ids is not None and not cache.get_seq_length() and begins_anew_in_graph(position_ids, attention_mask):
-        raise packed_rows("position_ids")
+    if position_ids is not None:
+        begins_anew = begins_anew_in_graph(position_ids, attention_mask)
+        if not cache.get_seq_length() and bool(begins_anew):  # tokens after the first call continue its document
+            raise packed_rows("position_ids")
     cache.begin(rows, n, attention_mask)
     state[1] = cache.get_seq_length()
 
