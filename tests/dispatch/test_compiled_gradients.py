@@ -256,12 +256,12 @@ def test_a_call_for_other_keys_keeps_all_properties_of_its_source() -> None:
 def test_a_log_sum_exp_that_nobody_computed_is_never_used() -> None:
     """The forward's backend may compute none where the backward's would read one: the backward then runs the call again."""
     q, k, v = draw(nq=4, nk=9)
-    operator, backward = torch.ops.lowtri.attention, torch.ops.lowtri.attention_backward
-    rest = (None, None, "causal", *[None] * 7, False)
+    operator, backward = torch.ops.lowtri.attention_for_gradients, torch.ops.lowtri.attention_backward
+    rest = (None, None, None, "causal", *[None] * 6, 0.0, None, False, False, False)
     output, lse = operator(q, k, v, *rest, "sdpa")
     assert lse.isposinf().all()
-    d_output = torch.ones_like(output)
-    found = backward(d_output, torch.zeros_like(lse), output, lse, [True] * 3 + [False] * 2, q, k, v, *rest, "cpu")
+    d_results = [torch.ones_like(output), None, None]
+    found = backward(d_results, output, lse, [True] * 3 + [False] * 2, q, k, v, *rest, "cpu")
     right = gradients_of_ones(q, k, v)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b)

@@ -206,7 +206,7 @@ def test_copies_go_on_by_themselves() -> None:
         torch.testing.assert_close(stepped(model, ids, other, PARTS[10:]), whole[:, 20:], rtol=2e-4, atol=2e-4)
     assert cache.get_seq_length() == 20
     moved = copy.deepcopy(cache).to("meta")
-    assert moved.bytes == cache.bytes and moved._caches[model.lowtri_setting.mask]._layers[0].keys.is_meta
+    assert moved.bytes == cache.bytes and moved._caches[model.lowtri_mask.mask]._layers[0].keys.is_meta
 
 
 def test_rows_are_repeated_chosen_reordered_and_forgotten() -> None:
@@ -249,6 +249,24 @@ def test_crop_removes_what_came_since_the_last_crop(padded: bool) -> None:
         cache.crop(-39)
     with pytest.raises(CallError, match=r"crop: got -41, but the cache has 40 tokens.\nFix: reset\(\)"):
         cache.crop(-41)
+
+
+def test_a_refused_crop_or_reorder_changes_no_group_of_layers() -> None:
+    """The layers without a window could be cropped by far, those with one could not."""
+    model, ids = made("gemma2"), ids_of(2, 40)
+    valid = torch.ones_like(ids)
+    valid[0, :5] = 0
+    whole = stepped(model, ids, EvictingCache(model), [(0, 40)], valid)
+    cache = EvictingCache(model, block=1)
+    stepped(model, ids, cache, [(0, 20), *[(t, t + 1) for t in range(20, 30)]], valid)
+    lengths = [kv.next_positions(1).tolist() for kv in cache._caches.values()]
+    with pytest.raises(CallError, match=r"crop: n is \[5, 10\], but keys that queries before"):
+        cache.crop(-20)
+    with pytest.raises(CallError, match=r"reorder: index is \[0, 2\], but the cache has the rows 0 .. 1"):
+        cache.reorder_cache(torch.tensor([0, 2]))
+    assert [kv.next_positions(1).tolist() for kv in cache._caches.values()] == lengths
+    again = stepped(model, ids, cache, [(t, t + 1) for t in range(30, 40)], valid)
+    torch.testing.assert_close(again, whole[:, 30:], rtol=2e-4, atol=2e-4)
 
 
 def test_memory_of_many_tokens_is_that_of_few() -> None:

@@ -16,7 +16,10 @@ from torch._dynamo.utils import counters
 from lowtri.errors import CallError
 from lowtri.integrations.transformers import EvictingCache, switch, use
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at every tensor
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler looks at every tensor
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # inductor imports it
+]
 SIZE = {
     "vocab_size": 99,
     "hidden_size": 32,

@@ -79,8 +79,12 @@ class Prepared(ABC):
     nbytes: int = 512
 
     @abstractmethod
-    def run(self, inputs: Inputs) -> Result:
-        """The result, with the ``state`` that gradients need, if they need one and the call needs gradients."""
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
+        """The result, with the ``state`` that gradients need, if they need one and the call needs gradients.
+
+        Args:
+            seed: of the dropout, which each run else draws.
+        """
 
     @abstractmethod
     def gradient_source(self) -> GradientSource:

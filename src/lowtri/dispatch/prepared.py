@@ -46,6 +46,8 @@ def find(
 ) -> tuple[CachedCall | None, Hashable]:
     """The prepared call for these arguments, if an equal call was made before; and the signature, None if such calls are not kept.
 
+    Not while torch traces a program, which would keep what it finds.
+
     Args:
         positions: None for the default, (q_positions, k_positions) of a user, or the checked positions of a cache, of which k and v
             are the buffers.
@@ -54,7 +56,7 @@ def find(
     """
     try:
         if type(q) is np.ndarray:
-            signature = None if is_traced() else array_signature(q, k, v, bias, sinks, options)
+            signature = array_signature(q, k, v, bias, sinks, options)
         else:
             signature = _tensor_signature(q, k, v, bias, sinks, options)
         if signature is not None and positions is not None:
@@ -82,7 +84,7 @@ def find(
 def _load_tensor_signature(*arguments: Any) -> Any:
     """:func:`lowtri.ops.tensors.signature`, which takes this function's place once torch is loaded."""
     global _tensor_signature
-    if sys.modules.get("torch") is None or is_traced():
+    if sys.modules.get("torch") is None:
         return None
     from lowtri.ops.tensors import signature
 
@@ -204,16 +206,17 @@ class CachedCall:
             return None
         return prepare(self.call, choose(self.call, "auto", exclude=self.backend))
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
+        """The result, in four dimensions; ``seed``: of the dropout, which is else drawn."""
         if self.checks_values:
             other = self.fallback(inputs)
             if other is not None:
-                return other.run(inputs)
+                return other.run(inputs, seed)
         try:
             if self.differentiates:
-                result: Result = _autograd().differentiable(self.prepared, self.call, inputs)
+                result: Result = _autograd().differentiable(self.prepared, self.call, inputs, seed)
                 return result
-            return self.prepared.run(inputs)
+            return self.prepared.run(inputs, seed)
         except LostSums:
             if self.engine_was_named:
                 raise EngineError(
@@ -221,7 +224,7 @@ class CachedCall:
                     "near the greatest or the lowest number.\n"
                     f'Fix: drop engine="{self.backend}", or a smaller bias, as -1e9.'
                 ) from None
-        return prepare(self.call, choose(self.call, "auto", exclude=self.backend)).run(inputs)
+        return prepare(self.call, choose(self.call, "auto", exclude=self.backend)).run(inputs, seed)
 
     def returned(self, result: Result) -> Any:
         """What the user gets of a result."""

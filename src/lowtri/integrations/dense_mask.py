@@ -45,7 +45,7 @@ class LazyMask:
     nq: int
     k0: int
     nk: int
-    remake: Callable[[], Tensor | None] | None = field(default=None, repr=False)  # for the forward that then runs
+    materialize: Callable[[], Tensor | None] | None = field(default=None, repr=False)  # for the forward that then runs
     context: Any = field(default=None, repr=False)  # a ContextParallel, which then has the positions
     packed: bool = field(default=False, repr=False)  # whether the documents that the call says are in it
     cache: Any = field(default=None, repr=False)  # an EvictingCache, which then has the positions
@@ -86,17 +86,17 @@ class LazyMask:
 
     def joined(self, mask: Mask) -> LazyMask:
         """This mask and another."""
-        return replace(self, mask=join(self.mask, mask), remake=None)
+        return replace(self, mask=join(self.mask, mask), materialize=None)
 
     def rows(self, start: int, stop: int) -> LazyMask:
         """The queries ``start .. stop`` alone (indices)."""
         self._require_sequence()
-        return replace(self, q0=self.q0 + start, nq=max(stop - start, 0), remake=None)
+        return replace(self, q0=self.q0 + start, nq=max(stop - start, 0), materialize=None)
 
     def columns(self, start: int, stop: int) -> LazyMask:
         """The keys ``start .. stop`` alone (indices)."""
         self._require_sequence()
-        return replace(self, k0=self.k0 + start, nk=max(stop - start, 0), remake=None)
+        return replace(self, k0=self.k0 + start, nk=max(stop - start, 0), materialize=None)
 
     def table(self) -> NDArray[np.bool_]:
         """Every pair, True = may see: (B|1, Hq|1, Nq, Nk)."""

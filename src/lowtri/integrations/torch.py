@@ -31,7 +31,7 @@ from lowtri.backends import BACKENDS
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError, EngineError
 from lowtri.integrations.dense_mask import join, read_table, top_left_positions
-from lowtri.integrations.replaced_class import Replaced, replace_forward, restore_forward
+from lowtri.integrations.replaced_class import SwappedForward, replace_forward, restore_forward
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import check_flag, short_repr
@@ -80,7 +80,7 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
     if not isinstance(engine, str) or engine not in ("auto", *BACKENDS):
         raise EngineError(f"switch: there is no engine {short_repr(engine)}. There are: auto, {', '.join(BACKENDS)}.")
     parts: list[Any] = list(module.modules())
-    switched: list[Any] = [x for x in parts if isinstance(x, Replaced) and hasattr(x, "lowtri_engine")]
+    switched: list[Any] = [x for x in parts if isinstance(x, SwappedForward) and hasattr(x, "lowtri_engine")]
     if back:
         _switch_back(parts, switched)
         return module
@@ -130,7 +130,7 @@ def _why_not(part: nn.Module) -> str | None:
     return None
 
 
-class _Multihead(Replaced):
+class _Multihead(SwappedForward):
     lowtri_engine: str
 
     def forward(

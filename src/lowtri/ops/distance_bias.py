@@ -106,15 +106,15 @@ def _whole_number(x: Any) -> int | None:
         return None
 
 
-def packed_bias(bias: Any) -> tuple[Any, str | None]:
+def bias_arguments(bias: Any) -> tuple[Any, str | None]:
     """The values that a bias is made from and its kind as text, which operators of torch take; None for a bias of pairs."""
     if not isinstance(bias, DistanceBias):
         return bias, None
     return bias.values, " ".join(str(x) for x in bias.kind)
 
 
-def unpacked_bias(values: Any, kind: str | None) -> Any:
-    """The bias again, from what :func:`packed_bias` returns. A new kind of bias is added here."""
+def bias_from_arguments(values: Any, kind: str | None) -> Any:
+    """The bias again, from what :func:`bias_arguments` returns. A new kind of bias is added here."""
     if kind is None:
         return values
     name, *numbers = kind.split()

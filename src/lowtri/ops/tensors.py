@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import get_num_threads, is_autocast_enabled, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 
 from lowtri.compat.torch_private import (
     dispatch_key_set,
@@ -77,7 +76,7 @@ def signature(q: Any, k: Any, v: Any, bias: Any, sinks: Any, options: tuple[Any,
     It has all that the checks look at: dispatch keys, gradients, threads, modes and transforms of torch. Which of these are usual is
     not asked here, since only usual calls are kept.
     """
-    if is_dynamo_compiling() or is_autocast_enabled("cpu") or tracing_state() is not None:
+    if is_autocast_enabled("cpu") or tracing_state() is not None:
         return None
     if not (type(q) in _TYPES and type(k) in _TYPES and type(v) in _TYPES):
         return None

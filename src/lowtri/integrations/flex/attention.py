@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lowtri.backends.formula import Tile, Tiles
+from lowtri.backends.formula import Block, FormulaCall
 from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.prepared import autocast_device, cast_for_autocast, without_autocast
@@ -137,9 +137,9 @@ def _attend(
     q, k, v = cast_for_autocast(q, k, v)[1:]
     call, inputs = describe(q, k, v, mask, CallOptions(scale, return_lse=True)._replace(**positions))
     modified = _identity if score_mod is None else tile_function(score_mod)
-    greatest: dict[Tile, Tensor] = {}
+    greatest: dict[Block, Tensor] = {}
 
-    def of_tile(scores: Tensor, tile: Tile) -> Tensor:
+    def of_tile(scores: Tensor, tile: Block) -> Tensor:
         scores = modified(scores, tile)
         if want_max:
             # One hidden key more, so that there is a greatest score where there is no key.
@@ -148,14 +148,14 @@ def _attend(
             greatest[tile] = shown.amax(3)
         return scores
 
-    tiles = Tiles(call, of_tile)
+    tiles = FormulaCall(call, of_tile)
     with without_autocast(device):
         result = tiles.run(inputs)
-    most = torch.cat([greatest[tile] for tile in tiles.tiles], 2) if want_max else None
+    most = torch.cat([greatest[tile] for tile in tiles.blocks], 2) if want_max else None
     return result.output, result.lse if want_lse else None, most
 
 
-def _identity(scores: Tensor, tile: Tile) -> Tensor:
+def _identity(scores: Tensor, tile: Block) -> Tensor:
     return scores
 
 

@@ -74,7 +74,7 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         super().__init__(layers=[])
         inner = unwrapped(model)
         check_switched(inner, _NAME)
-        self.mask: Mask | None = inner.lowtri_setting.mask  # of all layers; None: each has its own
+        self.mask: Mask | None = inner.lowtri_mask.mask  # of all layers; None: each has its own
         self._capacity = capacity
         self._block = block
         self._rewind = rewind
@@ -279,20 +279,27 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
             raise CallError(f"crop: got {tokens_to_remove}, but the cache has {self._length} tokens.\nFix: reset().")
         if left < self._length:
             ends: Any = left
-            if self._valid is not None:
-                self._valid = self._valid[:, :left]
-                ends = left - _pads(self._valid)
-            for kv in self._caches.values():
+            valid = self._valid
+            if valid is not None:
+                valid = valid[:, :left]
+                ends = left - _pads(valid)
+            caches = self._caches.values()
+            for kv in caches:
+                kv.check_crop(ends)  # all, before one is changed
+            for kv in caches:
                 kv.crop(ends)
+            self._valid = valid
             self._length = left
         self._since_crop = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i continues from row ``beam_idx[i]``."""
         rows = beam_idx.cpu().numpy()
-        for kv in self._caches.values():
-            if kv.length:
-                kv.reorder(rows)
+        filled = [kv for kv in self._caches.values() if kv.length]
+        for kv in filled:
+            kv.check_reorder(rows)  # all, before one is changed
+        for kv in filled:
+            kv.reorder(rows)
         if self._valid is not None:
             self._valid = self._valid[rows]
         self._returned.clear()

@@ -100,7 +100,7 @@ def make_mask(
     context = None if forward is None else forward.context
     packing = None
     if forward is not None:
-        forward.made_mask = True
+        forward.mask_was_built = True
         pattern = forward.mask
         packing = (
             None if forward.crosses and _is_known(mask_function, "bidirectional_mask_function") else forward.packing
@@ -124,10 +124,12 @@ def make_mask(
         forward is None or forward.cache is None
     ):  # which has positions without padding
         mask = join(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
-    remake = partial(make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask)
-    remake = partial(remake, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
+    materialize = partial(
+        make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask
+    )
+    materialize = partial(materialize, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
     cache = None if forward is None else forward.cache
-    lazy = LazyMask(mask, q0, q_length, k0, kv_length, remake, context, packed=forward is not None, cache=cache)
+    lazy = LazyMask(mask, q0, q_length, k0, kv_length, materialize, context, packed=forward is not None, cache=cache)
     heads = mask.batch[1] if len(mask.batch) > 1 else 1
     kind = TraceableMaskTensor if q_length * kv_length <= _PAIRS_OF_A_PROGRAM else LazyMaskTensor
     return kind(lazy, (batch_size, heads, q_length, kv_length), device)

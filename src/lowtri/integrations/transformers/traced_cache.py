@@ -5,9 +5,9 @@
     lowtri::end_in_cache       the forward has ended
 
 Which slots are evicted is decided from positions, by NumPy, when the program runs; the buffers are not part of the graph. So no shape
-in the graph depends on the number of tokens or slots, and one program serves all tokens and all caches. Each operator changes
-``state``, int64 (2,): the number of the cache, by which the operator finds it, and how many tokens it has seen. A compiler therefore
-keeps the operators and their order.
+in the graph depends on the number of tokens or slots, and one program serves all tokens and all caches. Each operator declares that
+it changes ``state``, int64 (2,): the number of the cache, by which the operator finds it, and how many tokens it had seen when the
+forward began. A compiler therefore keeps the operators and their order.
 
 :data:`TRACED` connects the parts of a layer while a program is traced: the forward's hook, ``cache.update`` and the attention function.
 """
@@ -77,7 +77,7 @@ def begin_forward(model: Any, cache: Any, args: tuple[Any, ...], named: Mapping[
     for name in TOLD:
         if named.get(name) is not None:
             raise packed_rows(name)
-    if cache.mask is not model.lowtri_setting.mask:
+    if cache.mask is not model.lowtri_mask.mask:
         _check_mask(model, cache)
     padding = named.get("attention_mask")
     given = (*args, named.get("input_ids"), named.get("inputs_embeds"))
@@ -141,7 +141,7 @@ def _require_attended() -> None:
 
 
 def _check_same_mask(model: Any, cache: Any) -> None:
-    cache.check_mask(model.lowtri_setting.mask)
+    cache.check_mask(model.lowtri_mask.mask)
 
 
 _check_mask = outside_graph(_check_same_mask, "EvictingCache: the mask of the model was set after the cache was made")
@@ -175,12 +175,12 @@ def _run_begin(state: Tensor, rows: int, n: int, attention_mask: Tensor | None, 
 
 
 def _run_attend(state: Tensor, q: Tensor, k: Tensor, v: Tensor, layer: int, *options: Any) -> Tensor:
-    scale, softcap, sinks, engine = options
     cache = _cache_of(state)
     cache.store(k, v, layer)
-    output = cache.attend_stored(q, layer, CallOptions(scale, softcap, sinks=sinks, engine=engine))
-    state[1] = cache.get_seq_length()
-    return output.contiguous()
+    scale, softcap, *rest = options
+    call_options = CallOptions(scale, softcap, sinks=rest[0], engine=rest[1])
+    # The number of tokens stays until the next forward begins: inductor may read it again after this operator.
+    return cache.attend_stored(q, layer, call_options).contiguous()
 
 
 def _run_end(state: Tensor) -> None:
