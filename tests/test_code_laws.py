@@ -20,10 +20,8 @@ MAX_TARGETS = 3  # of an assignment
 TO_READ = [
     # Not yet rewritten to these laws; only the lengths of files and the larger number of parameters are checked here.
     # The list only shrinks: whoever reads one of these through removes it.
-    "src/lowtri/auditing/",
     "src/lowtri/backends/",
     "src/lowtri/benching.py",
-    "src/lowtri/cli/checks.py",
     "src/lowtri/cli/learn.py",
     "src/lowtri/dispatch/",
     "src/lowtri/explaining/",
@@ -41,7 +39,6 @@ TO_READ = [
     "src/lowtri/masks/label_masks.py",
     "src/lowtri/nn/attention.py",
     "src/lowtri/ops/",
-    "src/lowtri/verifying/",
 ]
 
 MANY_PARAMETERS = {
