@@ -20,15 +20,12 @@ MAX_TARGETS = 3  # of an assignment
 TO_READ = [
     # Not yet rewritten to these laws; only the lengths of files and the larger number of parameters are checked here.
     # The list only shrinks: whoever reads one of these through removes it.
-    "src/lowtri/auditing/",
     "src/lowtri/benching.py",
-    "src/lowtri/cli/checks.py",
     "src/lowtri/dispatch/",
     "src/lowtri/masks/custom_masks.py",
     "src/lowtri/masks/formulas.py",
     "src/lowtri/masks/label_masks.py",
     "src/lowtri/ops/",
-    "src/lowtri/verifying/",
 ]
 
 MANY_PARAMETERS = {

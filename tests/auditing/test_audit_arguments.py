@@ -112,7 +112,7 @@ def test_a_requested_probe_that_is_skipped_is_no_verdict() -> None:
     report = lowtri.audit(Summing(), IDS, probes=["padding"])
     assert report.finding("padding").status == "skipped"
     assert report.message.startswith(
-        "could not decide against causal: padding was requested and did not run: the model takes no padding"
+        "could not decide against causal: padding was requested and did not run: the model takes no known padding"
     )
 
 

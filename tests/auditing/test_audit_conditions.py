@@ -267,7 +267,7 @@ def test_settings_go_on_with_a_longer_example() -> None:
     np.testing.assert_array_equal(last["count"], np.arange(20))
     documents = {"x": x, "document": np.array([0, 0, 0, 1, 1, 1, 1])}
     finding = lowtri.audit(lowtri.Model(model, inputs="x"), documents).finding("longer")
-    assert finding.message == "other inputs follow the positions, and how they go on is not known"
+    assert finding.message == "other inputs follow the positions, and how they go on cannot be inferred"
     table = lowtri.audit(lambda x: np.cumsum(x, axis=0), x, mask=~hidden)
     assert table.ok and table.finding("longer").status == "skipped"
 

@@ -474,3 +474,35 @@ def test_wide_outputs_are_compared_in_sums() -> None:
         wrong = lowtri.Model(lambda ids, size=size: model(ids, size), vocab_size=40)
         report = lowtri.audit(wrong, ids, probes="change")
         assert report.verdict == "leak" and (report.first.query, report.first.key) == (0, 1), report
+
+
+# a table of chunks is no packed row
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("form", ["table", "array", "formula"])
+def test_a_table_of_chunks_is_decoded_with_the_models_cache(form: str, wrong: bool) -> None:
+    import transformers
+
+    n = 12
+    place = np.arange(n)
+    shown = (place[:, None] >= place) & (place[:, None] // 4 == place // 4)
+    masks: dict[str, Any] = {"table": lowtri.table(shown), "array": shown, "formula": "causal & chunks(4)"}
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    if not wrong:
+        attend = model.model.layers[0].self_attn.forward
+
+        def chunked(hidden_states: Tensor, **more: Any) -> Any:
+            cached = more["past_key_values"].get_seq_length() if more.get("past_key_values") is not None else 0
+            table = torch.tensor(shown[cached : cached + hidden_states.shape[1], : cached + hidden_states.shape[1]])
+            return attend(hidden_states=hidden_states, **{**more, "attention_mask": table[None, None]})
+
+        model.model.layers[0].self_attn.forward = chunked
+    report = lowtri.audit(model, IDS, mask=masks[form], probes="change,packing,cache")
+    assert report.ok != wrong, report
+    assert report.finding("cache").status == "clean", report  # the wrong model's cache agrees with its forward pass
+    assert report.finding("packing").status == "skipped"

@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from lowtri.auditing.adapter import as_model
 from lowtri.auditing.arguments import check_arguments, redrawn
-from lowtri.auditing.caches import cache, is_packed
+from lowtri.auditing.caches import cache
 from lowtri.auditing.conditions import KINDS, too_short
 from lowtri.auditing.context import FEW, Context, Options, vocabulary
 from lowtri.auditing.declared import DeclaredMask, own_positions
 from lowtri.auditing.example import Inputs, maybe_array, read_example
 from lowtri.auditing.infer import described_mask
 from lowtri.auditing.model_under_test import WIDE, ModelUnderTest, check_axes
-from lowtri.auditing.neighbours import batch, packing
+from lowtri.auditing.neighbours import batch, is_packed, packing
 from lowtri.auditing.pads import padding, real_positions, source
 from lowtri.auditing.probe import (
     Leak,
@@ -138,7 +138,7 @@ def audit(
     for leak in (leak for result in run.results for leak in result.leaks):
         leaks.setdefault((leak.query, leak.key, -1 if leak.paired else leak.row), leak)
     undecided = [f"{result.title}: {result.message}" for result in run.results if result.status == "undecided"]
-    text = mask if isinstance(mask, str) else f"a table of {mask.shape}" if isinstance(mask, np.ndarray) else repr(mask)
+    text = mask if isinstance(mask, str) else declared.text
     return AuditReport(
         model=adapter.name,
         mask=text if layers is None else f"{text} x {layers} layers",
@@ -185,14 +185,16 @@ class _Run:
     """The product of probes and conditions for one audit, and what it found."""
 
     def __init__(self, options: Options, probes: list[Probe], show: Callable[[str], None]) -> None:
-        self.options, self.probes, self.show = options, probes, show
+        self.options = options
+        self.probes = probes
+        self.show = show
         self.results: list[ProbeResult] = []
         self.notes: list[str] = []
         self.measured = ""  # the model's mask in words
 
     def prepare(self, tested: ModelUnderTest, inputs: Inputs) -> Context:
         """What the probes work on: the example's pads, positions and documents, read off it and the mask."""
-        adapter, mask, seed = self.options.adapter, self.options.mask, self.options.seed
+        adapter, mask = self.options.adapter, self.options.mask
         prefix_ = tested.signature.prefix
         real = real_positions(inputs, prefix_, adapter.pads) & ~mask.pads(inputs.n)
         fresh_copy = None
@@ -209,7 +211,7 @@ class _Run:
             context = replace(context, tested=replace(tested, narrow=True))
         noise = context.on_example(lambda: context.noise)
         if adapter.axes is None:
-            check_axes(tested, inputs, seed)
+            check_axes(tested, inputs, self.options.seed)
         if noise.broken is None:
             context = self._with_constants(context)
             context = self._from_own_positions(context, own_positions(inputs, real, f"{prefix_}position_ids"))

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.context import Context, Difference, Run, compare, describe_difference, movement
+from lowtri.auditing.context import Context, Movement, Run, compare, describe_difference, movement
 from lowtri.auditing.example import Bools, Inputs, Rows, first_line
 from lowtri.auditing.model_under_test import parameters
+from lowtri.auditing.neighbours import is_packed
 from lowtri.auditing.pads import pad_keyword
 from lowtri.auditing.probe import Leak, PairOfRuns, PairsOfRuns, Skipped, Summary, probe
 from lowtri.auditing.restoring import without_gradients
@@ -97,7 +98,8 @@ def _step_decoder(context: Context) -> Decoder:
 
     The first of them whose outputs are the whole forward's, else the first that runs.
     """
-    n, prefill = context.n, context.options.adapter.prefill is not None
+    n = context.n
+    prefill = context.options.adapter.prefill is not None
     first = max(1, n // 2) if prefill else 1
     forms = {
         form: Decoder(
@@ -125,31 +127,34 @@ def _step_decoder(context: Context) -> Decoder:
 
 
 def _by_step(context: Context, form: str, batch: int, *, prefills: bool = True) -> tuple[Append, Crop]:
-    step, prefill, signature = context.options.adapter.step, context.options.adapter.prefill, context.tested.signature
-    prefill = prefill if prefills else None
+    adapter, signature = context.options.adapter, context.tested.signature
     state: Any = None
+
+    def called(name: str, value: Any) -> Any:
+        """The output and the state that `prefill` or `step` returns."""
+        if name == "prefill":
+            result = adapter.prefill(value)  # type: ignore[misc]
+        else:
+            if form == "one":
+                axis = signature.position_axes[0]
+                value = value.select(axis, 0) if hasattr(value, "select") else np.take(value, 0, axis=axis)
+            result = adapter.step(state, value)  # type: ignore[misc]
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise TypeError(f"{name} returned a {type(result).__name__}, expected (output, state)")
+        return result
 
     def append(inputs: Inputs, start: int, stop: int) -> Rows:
         nonlocal state
-        value, axis = signature.sequence(inputs.sequences[0][:, start:stop]), signature.position_axes[0]
-        if prefill is not None and start == 0:
-            name, result = "prefill", prefill(value)
-        else:
-            if form == "one":
-                value = value.select(axis, 0) if hasattr(value, "select") else np.take(value, 0, axis=axis)
-            name, result = "step", step(state, value)  # type: ignore[misc]
-        if not isinstance(result, (tuple, list)) or len(result) != 2:
-            raise TypeError(f"{name} returned a {type(result).__name__}, expected (output, state)")
-        answer, state = result
-        answer = answer.detach().cpu().double().numpy() if hasattr(answer, "detach") else np.asarray(answer)
-        width, numbers = context.base.shape[-1], batch * (stop - start)
-        rows = (
-            context.tested.narrowed(answer.reshape(batch, stop - start, -1)) if answer.size % numbers == 0 else answer
-        )
-        if rows.size != numbers * width:
-            each = "at each position" if stop - start == 1 else f"for {stop - start} positions"
-            raise ValueError(f"{name} answers {answer.shape}, expected {batch} x {width} numbers {each}")
-        return np.asarray(rows.reshape(batch, stop - start, -1).astype(context.base.dtype))
+        name = "prefill" if prefills and adapter.prefill is not None and start == 0 else "step"
+        answer, state = called(name, signature.sequence(inputs.sequences[0][:, start:stop]))
+        rows = answer.detach().cpu().double().numpy() if hasattr(answer, "detach") else np.asarray(answer)
+        count, width = stop - start, context.base.shape[-1]
+        if rows.size % (batch * count) == 0:
+            rows = context.tested.narrowed(rows.reshape(batch, count, -1))
+        if rows.size != batch * count * width:
+            each = "at each position" if count == 1 else f"for {count} positions"
+            raise ValueError(f"{name} answers {tuple(answer.shape)}, expected {batch} x {width} numbers {each}")
+        return np.asarray(rows.reshape(batch, count, -1).astype(context.base.dtype))
 
     return append, lambda start, end: None
 
@@ -193,28 +198,32 @@ def _with_past(context: Context, batch: int) -> tuple[Append, Crop]:
 )
 def cache(context: Context) -> PairsOfRuns:
     """One position at a time, after prompts and in uneven chunks, with pads and after a rejected draft, against the whole."""
-    decoders, n = _required_decoders(context), context.n
-    tried, refused, warning = list[str](), dict[str, str](), ""
-    ahead: list[str] = []
-    for decoder in decoders:
-        warning = (yield from _decoded(context, decoder, (tried, refused, ahead))) or warning
-    measured = {"ways": tried, "refused": refused, "length": n}
-    if not tried:
-        early = f"the mask shows inputs that are not yet appended when decoding {' or '.join(ahead)}"
-        raise Skipped(f"cached decoding does not run: {next(iter(refused.values()))}" if refused else early, measured)
-    clean = f"cached decoding equals the whole forward ({', '.join(tried)})"
+    tried, warning = _Tried(), ""
+    for decoder in _required_decoders(context):
+        warning = (yield from _decoded(context, decoder, tried)) or warning
+    measured = {"ways": tried.compared, "refused": tried.refused, "length": context.n}
+    if not tried.compared:
+        if tried.refused:
+            raise Skipped(f"cached decoding does not run: {next(iter(tried.refused.values()))}", measured)
+        early = " or ".join(tried.early)
+        raise Skipped(f"the mask shows inputs that are not yet appended when decoding {early}", measured)
+    clean = f"cached decoding equals the whole forward ({', '.join(tried.compared)})"
     return Summary(clean, "cached decoding differs from the whole forward", measured, warning)
 
 
-_Notes = tuple[
-    list[str], dict[str, str], list[str]
-]  # the ways that were tried, that were refused, and that come too early
+@dataclass
+class _Tried:
+    """What became of each way to decode, by its words."""
+
+    compared: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)  # why
+    early: list[str] = field(default_factory=list)  # every position sees inputs that come later
 
 
-def _decoded(context: Context, decoder: Decoder, notes: _Notes) -> Generator[PairOfRuns, Difference | None, str]:
+def _decoded(context: Context, decoder: Decoder, tried: _Tried) -> Generator[PairOfRuns, Movement | None, str]:
     """Every way to decode with one decoder; returns a warning, or nothing."""
-    tried, refused, ahead = notes
-    n, failing, own_tried = context.n, list[_Way](), list[str]()
+    n = context.n
+    failing, compared = list[_Way](), set[str]()
     ways = {"one at a time": [1] * n}
     if decoder.prompt:
         ways["after a prompt"] = [n // 2] + [1] * (n - n // 2)
@@ -225,20 +234,21 @@ def _decoded(context: Context, decoder: Decoder, notes: _Notes) -> Generator[Pai
     def way_of(words: str, sizes: list[int], before: Run, real: Bools, draft: Inputs | None = None) -> _Way:
         named = f"{decoder.name}, {words}" if decoder.name else words
         optional = decoder.name == _OWN or words not in ways
-        return _Way(context, decoder, named, sizes, before, real, tried, {} if optional else refused, draft)
+        return _Way(context, decoder, named, sizes, before, real, tried, optional, draft)
 
     # A decoder that gets no padding mask computes nothing that can be compared after a pad.
     real = ~context.ignored if decoder.masked else np.logical_and.accumulate(~context.ignored, axis=1)
-    early = [words for words, sizes in ways.items() if not _complete(context, sizes).any()]
-    ahead += early
     for words, sizes in ways.items():
-        for salt in [] if words in early else [None] if context.is_large else [None, 400]:
+        if not _complete(context, sizes).any():
+            tried.early.append(words)
+            continue
+        for salt in [None] if context.is_large else [None, 400]:
             before = context.example if salt is None else context.run(context.fresh(salt))
             before.output  # noqa: B018 (run, since only the decoding may refuse)
             way = way_of(words, sizes, before, real)
-            difference = yield way.case()
-            if difference is not None and words not in own_tried:
-                own_tried.append(words)
+            difference = yield way.pair()
+            if difference is not None:
+                compared.add(words)
             if difference is None or difference.status != "clean":
                 failing += [] if difference is None else [way]
                 break
@@ -246,16 +256,16 @@ def _decoded(context: Context, decoder: Decoder, notes: _Notes) -> Generator[Pai
         if _agree_with_positions(context, failing):
             return "cached decoding differs from the whole forward, unless position_ids are passed"
         return ""
-    if "after a prompt" not in own_tried:
+    if "after a prompt" not in compared:
         return ""
     if decoder.crops and decoder.several:
         halves = [n // 2, n - n // 2]
-        yield way_of("after a rejected draft", halves, context.example, real, context.fresh(403)).case()
+        yield way_of("after a rejected draft", halves, context.example, real, context.fresh(403)).pair()
     keyword, warning = pad_keyword(context), ""
     own_pads = not context.real.all() or keyword in context.inputs.settings or context.options.adapter.pads is not None
     for words, inputs, marked in _unequal(context) if decoder.masked else ():
         way = way_of(words, ways["after a prompt"], context.run(inputs), marked)
-        difference = yield replace(way.case(), is_leak=own_pads)
+        difference = yield replace(way.pair(), is_leak=own_pads)
         if not own_pads and difference is not None and difference.status == "leak":
             _, query, size = difference.first()
             differs = f"differs from the whole forward at position {query}, {describe_difference(size, '')}"
@@ -272,23 +282,12 @@ def _required_decoders(context: Context) -> list[Decoder]:
         raise Skipped("the model draws random numbers, and steps draw others")
     decoders = _decoders(context)
     if not decoders:
-        raise Skipped("how this model decodes with a cache is not known (say step=)")
+        raise Skipped("how this model decodes with a cache cannot be inferred; pass step=")
     if is_packed(context):
         decoders = [one for one in decoders if one.of_documents]
         if not decoders:
             raise Skipped("the example is packed, and the model's cache knows nothing of documents")
     return decoders
-
-
-def is_packed(context: Context) -> bool:
-    """Whether rows hold several documents: as the mask says, or positions that begin anew."""
-    if context.options.mask.documents(context.n) is not None:
-        return True
-    places = context.inputs.settings.get(f"{context.tested.signature.prefix}position_ids")
-    if not isinstance(places, np.ndarray) or places.shape[-1] != context.n:
-        return False
-    falls = np.diff(np.broadcast_to(places, (context.inputs.batch, context.n)), axis=1) < 0
-    return bool((falls & context.real[:, 1:] & context.real[:, :-1]).any())
 
 
 @dataclass(frozen=True)
@@ -301,12 +300,12 @@ class _Way:
     sizes: list[int]
     before: Run  # the whole forward
     real: Bools  # the positions that are compared, as far as they are complete
-    tried: list[str]
-    refused: dict[str, str]
+    tried: _Tried
+    optional: bool  # a decoder that refuses it has not failed
     draft: Inputs | None = None
 
-    def case(self) -> PairOfRuns:
-        """The case of this way, against the whole forward."""
+    def pair(self) -> PairOfRuns:
+        """The two runs of this way: against the whole forward."""
         calls = self.sizes if self.decoder.counts_calls and self.draft is None else None
         run = Run(self.context.tested, self.before.inputs, self.rows, calls)
         return PairOfRuns(run, self.where, self.note, self.key_that_differs, self.before, first_position=True)
@@ -315,10 +314,11 @@ class _Way:
         try:
             rows = self.decoder.run(self.before.inputs, self.sizes, self.draft)
         except Exception as error:
-            self.refused[self.words] = first_line(error)
+            if not self.optional:
+                self.tried.refused[self.words] = first_line(error)
             raise
-        if self.words not in self.tried:
-            self.tried.append(self.words)
+        if self.words not in self.tried.compared:
+            self.tried.compared.append(self.words)
         return rows
 
     @property
@@ -335,7 +335,8 @@ class _Way:
 
     def key_that_differs(self, row: int, query: int) -> int:
         """The first key that only one of the two sees from `query`; the query itself if there is none."""
-        context, inputs, fresh = self.context, self.before.inputs, self.context.fresh(401)
+        context, inputs = self.context, self.before.inputs
+        fresh = context.fresh(401)
         with contextlib.suppress(Exception):
             whole, rows = self.before.output, self.decoder.run(inputs, self.sizes)
             for key in (position for position in context.sample(24) if position <= query and self.draft is None):
@@ -366,7 +367,8 @@ def _agree_with_positions(context: Context, failing: list[_Way]) -> bool:
 
 def _unequal(context: Context) -> Iterator[tuple[str, Inputs, Bools]]:
     """The example with rows of unequal lengths: (way, inputs, real positions)."""
-    keyword, n, batch = pad_keyword(context) or "", context.n, context.inputs.batch
+    keyword = pad_keyword(context) or ""
+    n, batch = context.n, context.inputs.batch
     given = context.inputs.settings.get(keyword)
     if not keyword.endswith("mask") or (given is not None and given.ndim != 2) or n < 4:
         return

@@ -178,7 +178,7 @@ def _longer(context: Context) -> Iterator[Context]:
     device = getattr(context.tested.signature.device, "type", "cpu")
     if requested is None and not sizes and device != "cpu":
         # An index beyond a table of positions is no error to catch there: it ends every later call, too.
-        raise Skipped(f"how many positions the model takes on {device} is not known (say length=)")
+        raise Skipped(f"how many positions the model takes on {device} cannot be inferred; pass length=")
     try:
         longest, why = _longest(context, wanted)
     except (CallError, MaskError) as error:
@@ -216,7 +216,8 @@ def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
             return None
         return longer
 
-    low, high, best = context.n, wanted, None
+    low, high = context.n, wanted
+    best: Context | None = None
     # Some models take multiples of a chunk alone; the example's length is one.
     for length in dict.fromkeys((wanted, wanted // low * low)):
         if length > low and (best := tried(length)) is not None:
@@ -224,7 +225,10 @@ def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
     while high - low > 1:
         middle = (low + high) // 2
         longer = tried(middle)
-        best, low, high = (best, low, middle) if longer is None else (longer, middle, high)
+        if longer is None:
+            high = middle
+        else:
+            best, low = longer, middle
     return best, next(iter(reasons), "")
 
 
@@ -270,7 +274,7 @@ def _continued(value: Array, before: Bools, length: int, allowed: Bools) -> Arra
             continued = np.asarray(first + (np.take(value, [1], axis) - first) * count, value.dtype)
         if np.array_equal(np.take(continued, np.arange(n), axis), value):
             return continued
-    raise CallError("audit: other inputs follow the positions, and how they go on is not known")
+    raise CallError("audit: other inputs follow the positions, and how they go on cannot be inferred")
 
 
 KINDS: tuple[ConditionKind, ...] = (  # in the order in which they run

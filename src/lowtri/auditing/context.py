@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 # In roundings of the output's precision at the output's magnitude. Between the two a finding is in doubt.
 _SURE = 2.0**10
 _ROUNDING = 2.0**4
-_EXACT = 128  # up to so many positions, every pair is looked at
+EXACT = 128  # up to so many positions, every pair is looked at
 _LONG = 48  # positions looked at when the input is too long for all of them
 _LARGE = 2**32  # parameters times tokens of a call, from which on some queries stand for all
 FEW = 12  # queries looked at there, and on other code paths
@@ -70,8 +70,8 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How far two answers are apart that should be equal."""
+class Movement:
+    """How far positions moved between two runs that should agree."""
 
     sizes: Sizes  # (B, N), 0 where not compared; infinite where a number turned infinite or NaN, or back
     scale: float  # the magnitude of the answers
@@ -113,7 +113,7 @@ def movement(before: Rows, after: Rows) -> Sizes:
 
 def compare(
     before: Rows, after: Rows, noise: Noise, where: Any = True, *, same_order: bool = False, overflows: bool = False
-) -> Difference:
+) -> Movement:
     """Two runs, (B, N, F), at the positions `where`, (B, N).
 
     Args:
@@ -121,7 +121,7 @@ def compare(
     """
     moved = np.nan_to_num(movement(before, after), nan=np.inf)
     sizes = np.where(where & ~(overflows & np.isinf(moved)), moved, 0.0)
-    return Difference(sizes, _magnitude(before, after), noise, same_order, moved)
+    return Movement(sizes, _magnitude(before, after), noise, same_order, moved)
 
 
 def measured_mask_threshold(noise: Noise) -> float:
@@ -234,7 +234,7 @@ def vocabulary(tested: ModelUnderTest, inputs: Inputs) -> npt.NDArray[np.int64]:
         return np.arange(size)
     if len(present) < 2:
         raise CallError(
-            "audit: the example repeats one id, and how many ids there are is not known.\nFix: say Model(vocab_size=)."
+            "audit: the example repeats one id, and how many ids there are cannot be inferred.\nFix: pass Model(vocab_size=)."
         )
     return present
 
@@ -293,7 +293,10 @@ class Run:
         calls: Sequence[int] | None = (),
         start: tuple[int, int] = (0, 0),
     ) -> None:
-        self.tested, self.inputs, self.calls, self.start = tested, inputs, calls, start
+        self.tested = tested
+        self.inputs = inputs
+        self.calls = calls
+        self.start = start
         self.compute = functools.partial(tested, inputs) if compute is None else compute
 
     @functools.cached_property
@@ -313,7 +316,8 @@ class Run:
             return None
         from lowtri.auditing.torch_hooks import DivergingRuns
 
-        row, position, n, call = row + self.start[0], position + self.start[1], self.inputs.n, -1
+        row, position = row + self.start[0], position + self.start[1]
+        n, call = self.inputs.n, -1
         if self.calls:
             starts = np.cumsum([0, *self.calls])
             call = int(np.searchsorted(starts, position, side="right")) - 1
@@ -470,7 +474,7 @@ class Context:
         sees = np.any(self.allowed & np.atleast_2d(where)[:, None, :], axis=-1)  # (1 or B, N)
         return ~np.broadcast_to(sees, (self.inputs.batch, self.n)) & ~self.ignored
 
-    def compare(self, after: Rows, where: Bools | bool = True, **more: Any) -> Difference:
+    def compare(self, after: Rows, where: Bools | bool = True, **more: Any) -> Movement:
         """Another run against the example's own rows."""
         return compare(self.base, after, self.noise, where, **more)
 
@@ -503,7 +507,7 @@ class Context:
         """The positions that are looked at one by one."""
         if self.chosen is not None:
             return list(self.chosen)
-        if self.n > _EXACT:
+        if self.n > EXACT:
             return self.sample(_LONG)
         return list(range(self.n))
 

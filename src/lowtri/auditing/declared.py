@@ -39,6 +39,10 @@ class DeclaredMask:
         check_packed_totals("audit", formula, n)
         return cls(formula, layers)
 
+    @property
+    def text(self) -> str:
+        return f"a table of {self.mask.shape}" if isinstance(self.mask, np.ndarray) else repr(self.mask)
+
     def pairs(self, n: int, batch: int, positions: Array | None = None) -> Bools:
         """The pairs (1 or B, N, N) that the mask allows.
 
@@ -91,15 +95,21 @@ class DeclaredMask:
             return len(_by_rows(self.mask))
         return self.mask.batch[0] if self.mask.batch else 1
 
+    @property
+    def names_documents(self) -> bool:
+        """Whether the mask is made with `documents(...)`."""
+        return isinstance(self.mask, Mask) and _has(self.mask, (Documents, PackedDocuments))
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the mask has a table of pairs, whose blocks may be documents."""
+        return isinstance(self.mask, np.ndarray) or _has(self.mask, (Table,))
+
     def documents(self, n: int) -> npt.NDArray[np.int64] | None:
-        """The number of each position's document, (1 or B, N), where the mask speaks of documents or keeps blocks apart."""
-        if isinstance(self.mask, np.ndarray):
-            table = _by_rows(self.mask)
-        else:
-            parts = list(_parts(self.mask, (Documents, PackedDocuments, Table)))
-            if not parts:
-                return None
-            table = _by_rows(np.array(self.mask.dense(n), dtype=bool))
+        """The number of each position's document, (1 or B, N), where the mask names documents or its table keeps blocks apart."""
+        if not (self.names_documents or self.is_table):
+            return None
+        table = _by_rows(self.mask if isinstance(self.mask, np.ndarray) else np.array(self.mask.dense(n), dtype=bool))
         labels = np.array([blocks(row) for row in table])
         return labels if (labels.max(axis=1) > 0).any() else None
 

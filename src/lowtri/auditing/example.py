@@ -193,8 +193,8 @@ def read_example(example: Any, adapter: Model) -> tuple[Inputs, CallSignature]:
     """
     model, letters = adapter.call, adapter.layout.input
     several = isinstance(example, (Mapping, tuple))
-    entries: dict[Hashable, Any]
-    entries = dict(example) if isinstance(example, Mapping) else dict(enumerate(example if several else (example,)))
+    parts = example if several else (example,)
+    entries: dict[Hashable, Any] = dict(example) if isinstance(example, Mapping) else dict(enumerate(parts))
     keys = _sequence_keys(entries, adapter) if several or adapter.inputs is not None else [0]
     in_torch = any(_is_tensor(value) for value in entries.values()) or _is_module(model)
     sequences = [_as_array(entries[key], f"example[{key!r}]" if several else "example") for key in keys]
@@ -210,7 +210,9 @@ def read_example(example: Any, adapter: Model) -> tuple[Inputs, CallSignature]:
             f"audit: example has {n} position(s), shape {shape}; a leak needs at least 2.\n"
             "Fix: give a longer example, or say where its positions are with Model(axes=)."
         )
-    settings, constants, per_row = {}, {}, {}
+    settings: dict[Hashable, Any] = {}
+    constants: dict[Hashable, Any] = {}
+    per_row: dict[Hashable, Any] = {}
     batched = batch_axes[0] is not None
     for key in [key for key in entries if key not in keys]:
         value, array = entries[key], maybe_array(entries[key])

@@ -187,11 +187,8 @@ class ModelUnderTest:
 
     def _axes(self, shape: tuple[int, ...], inputs: Inputs) -> tuple[int | None, int]:
         """The axes of the batch and of the positions."""
-        n, letters, fitting = (
-            inputs.n,
-            self.adapter.layout.output,
-            [i for i, size in enumerate(shape) if size == inputs.n],
-        )
+        n, letters = inputs.n, self.adapter.layout.output
+        fitting = [i for i, size in enumerate(shape) if size == n]
         axis: int | None = None
         if letters is not None:
             axis = letters.index("N") if len(letters) == len(shape) else None
@@ -245,8 +242,7 @@ def check_axes(tested: ModelUnderTest, inputs: Inputs, seed: int) -> None:
 @functools.lru_cache(maxsize=2)
 def _signs(width: int) -> npt.NDArray[np.float64]:
     """Random signs (width, 16)."""
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (width, _SUMS))
-    return np.asarray(signs, np.float64)
+    return np.random.default_rng(0).choice(np.array([-1.0, 1.0]), (width, _SUMS))
 
 
 def parameters(model: Any) -> Mapping[str, inspect.Parameter]:

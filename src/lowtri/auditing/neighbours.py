@@ -12,6 +12,7 @@ import numpy as np
 from lowtri.auditing.context import Context, Run, compare
 from lowtri.auditing.declared import blocks
 from lowtri.auditing.example import Inputs, first_line
+from lowtri.auditing.pads import pad_keyword
 from lowtri.auditing.probe import PairOfRuns, PairsOfRuns, Skipped, Summary, probe, require_repeatable
 
 
@@ -67,13 +68,15 @@ def batch(context: Context) -> PairsOfRuns:
 def _three_rows(context: Context) -> Inputs:
     """The example and two changed copies of it as a batch of three."""
     inputs = context.inputs
-    rows = zip(inputs.sequences, context.fresh(203).sequences, context.fresh(204).sequences, strict=True)
-    return replace(inputs.rows([0, 0, 0]), sequences=tuple(map(np.concatenate, rows)))
+    copies = [inputs, context.fresh(203), context.fresh(204)]
+    sequences = zip(*(copy.sequences for copy in copies), strict=True)
+    return replace(inputs.rows([0, 0, 0]), sequences=tuple(map(np.concatenate, sequences)))
 
 
 def _key_of(context: Context, before: Run, fresh: Inputs, other: int, row: int, query: int) -> int:
     """One position of the other row that moves the output."""
-    inputs, rows, positions = before.inputs, np.arange(before.inputs.batch)[:, None], np.arange(context.n)
+    inputs, positions = before.inputs, np.arange(context.n)
+    rows = np.arange(inputs.batch)[:, None]
     for key in context.sample(32):
         after = context.tested(inputs.change((rows == other) & (positions == key), fresh))
         at = (rows == row) & (positions == query)
@@ -96,11 +99,12 @@ def packing(context: Context) -> PairsOfRuns:
     A document is run by `alone=` where it is given, else by the model itself when its per-position settings
     (document or position numbers) are part of the example and can be cut with it.
     """
-    documents, alone, tested = list(_documents(context)), context.options.adapter.alone, context.tested
-    if not documents:
+    alone, tested = context.options.adapter.alone, context.tested
+    documents = list(_documents(context))
+    if not documents or not (is_packed(context) or alone is not None):
         raise Skipped("the mask has one document")
     if alone is None and not context.inputs.settings:
-        raise Skipped("how one document runs alone is not known (say alone=)")
+        raise Skipped("how one document runs alone cannot be inferred; pass alone=")
     require_repeatable(context)
     if alone is not None:
         tested = replace(tested, model=alone, signature=replace(tested.signature, constants={}))
@@ -125,6 +129,24 @@ def packing(context: Context) -> PairsOfRuns:
         raise Skipped(f"no document could be run alone: {next(iter(refused.values()))}", measured)
     message = f"{{count}} of {compared} documents have other outputs packed"
     return Summary(f"{compared} documents have the same outputs packed and alone", message, measured)
+
+
+def is_packed(context: Context) -> bool:
+    """Whether rows hold several documents: the mask names them, positions begin anew, or an input says what a table has.
+
+    A table alone may as well be that of chunks or of a window.
+    """
+    inputs, mask = context.inputs, context.options.mask
+    place = f"{context.tested.signature.prefix}position_ids"
+    positions = inputs.settings.get(place)
+    if isinstance(positions, np.ndarray) and positions.shape[-1] == context.n:
+        falls = np.diff(np.broadcast_to(positions, (inputs.batch, context.n)), axis=1) < 0
+        if (falls & context.real[:, 1:] & context.real[:, :-1]).any():
+            return True
+    if mask.documents(context.n) is None:
+        return False
+    told = [value for key, value in inputs.settings.items() if key not in (place, pad_keyword(context))]
+    return mask.names_documents or any(isinstance(value, np.ndarray) for value in told)
 
 
 def _documents(context: Context) -> Iterator[tuple[slice, int, int]]:

@@ -86,12 +86,13 @@ def _library(context: Context) -> set[str]:
 )
 def padding(context: Context) -> PairsOfRuns:
     """Pads on the right, on the left and on both sides, with two contents each, against the input alone."""
-    name, n, tested, prefix = pad_keyword(context), context.n, context.tested, context.tested.signature.prefix
+    name, n = pad_keyword(context), context.n
+    tested, prefix = context.tested, context.tested.signature.prefix
     if name is None:
-        raise Skipped("the model takes no padding mask that is known (say pads=)")
+        raise Skipped("the model takes no known padding mask; pass pads=")
     arrays = {str(key) for key, value in context.inputs.settings.items() if isinstance(value, np.ndarray)}
     if arrays - {name, f"{prefix}position_ids", "token_type_ids"}:
-        raise Skipped("other inputs follow the positions, and how to pad them is not known")
+        raise Skipped("other inputs follow the positions, and how to pad them cannot be inferred")
     table = context.options.mask.pairs(n, context.inputs.batch)
     if len(table) > 1 or not (table[0].diagonal().all() or not table[0].diagonal().any()):
         raise Skipped("the declared mask speaks of pads of its own")
@@ -107,7 +108,8 @@ def padding(context: Context) -> PairsOfRuns:
         whole.output  # noqa: B018 (run)
     except Exception:
         whole = context.example
-    tried, warning, why = [], "", "its answer has another shape"
+    tried = list[list[int]]()
+    warning, why = "", "its answer has another shape"
     leaking = by_amount = False
     for left, right in _AMOUNTS:
         examples = [pad(context, name, left, right, salt) for salt in (300, 301)]
@@ -126,7 +128,8 @@ def padding(context: Context) -> PairsOfRuns:
         what = f"{left + right} pads on the {side} that are hidden from it"
         before, run = whole, first
         if by_content:
-            what, before, run = f"the content of the pads on the {side}", first, second
+            what = f"the content of the pads on the {side}"
+            before, run = first, second
         # Many models of transformers take the keyword under left padding, and count positions from the pads; and a mask of
         # chunks, say, may be meant from the first column.
         unplaced = not placed and ("transformers" in library or not context.options.mask.is_relative)
@@ -206,9 +209,7 @@ def _source_marks(context: Context) -> tuple[str, Array]:
     ids = maybe_array(per_row.get("input_ids"))
     if ids is not None and _library(context) and context.tested.accepts("attention_mask"):
         return "attention_mask", np.ones(ids.shape, np.int64)
-    raise Skipped(
-        "there is no source with a padding mask that is known (say pads=)" if per_row else "there is no source"
-    )
+    raise Skipped("there is no source with a known padding mask; pass pads=" if per_row else "there is no source")
 
 
 def _as_ids(context: Context, marks: Array) -> Any:

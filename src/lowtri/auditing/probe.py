@@ -1,7 +1,7 @@
 """Probes, and the one engine that runs them.
 
-A probe is a generator of cases: a run, the positions whose rows must agree with the example's own, and a sentence for where they do
-not. `examine` runs each case, compares, confirms what differs, and follows a change of many inputs down to one of them. `run_probes`
+A probe is a generator of pairs: a run, the positions whose rows must agree with the example's own, and a sentence for where they do
+not. `examine` runs each pair, compares, confirms what differs, and follows a change of many inputs down to one of them. `run_probes`
 repeats in float64 what is in doubt, and names the module where a leak enters.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lowtri.auditing.context import Context, Difference, Kind, Run, compare, describe_difference
+from lowtri.auditing.context import Context, Kind, Movement, Run, compare, describe_difference
 from lowtri.auditing.example import Bools, Rows, first_line
 from lowtri.errors import CallError, LowtriError
 
@@ -121,7 +121,8 @@ class PairOfRuns:
     def leak(self, row: int, position: int, size: float) -> Leak:
         """What is reported for a position that differs."""
         row, query = row + self.origin[0], position + self.origin[1]
-        key = query if self.key is None else self.key(row, query) if callable(self.key) else self.key
+        key = self.key(row, query) if callable(self.key) else self.key
+        key = query if key is None else key
         leak = Leak(query, key, size, row)
         if not self.note:
             return leak
@@ -157,7 +158,7 @@ class Skipped(Exception):
 
 
 PairsOfRuns: TypeAlias = Generator[
-    PairOfRuns, Difference | None, Summary
+    PairOfRuns, Movement | None, Summary
 ]  # is sent the difference; None where the model refuses
 Function: TypeAlias = Callable[[Context], PairsOfRuns | ProbeResult]
 
@@ -228,10 +229,10 @@ def examine(context: Context, probe: Probe) -> ProbeResult:
 
 @dataclass
 class _Comparisons:
-    """What the cases of one probe show so far."""
+    """What the pairs of one probe show so far."""
 
     context: Context
-    pairs: bool
+    by_pair: bool  # leaks are pairs of positions
     confirmed: dict[tuple[int, int, int], Leak] = field(default_factory=dict)
     unconfirmed: dict[tuple[int, int, int], Leak] = field(default_factory=dict)
     greatest: float = 0.0
@@ -242,21 +243,21 @@ class _Comparisons:
     poisoned: int = 0
     watch: Any = None
 
-    def finding(self, cases: PairsOfRuns) -> ProbeResult:
-        """Run all cases."""
+    def finding(self, pairs: PairsOfRuns) -> ProbeResult:
+        """Run all pairs."""
         try:
-            case = next(cases)
+            pair = next(pairs)
             while True:
-                case = cases.send(self.take(case))
+                pair = pairs.send(self.take(pair))
         except StopIteration as end:
             summary: Summary = end.value
         except Skipped as skipped:
-            if skipped.measured:  # cases were run
+            if skipped.measured:  # pairs were run
                 counted = {"greatest": 0.0, "runs": self.runs, "poisoned": self.poisoned}
                 raise Skipped(str(skipped), counted | skipped.measured) from None
             raise
-        pairs = self.confirmed or self.unconfirmed  # unconfirmed pairs add nothing to sure ones
-        leaks = tuple(pairs[pair] for pair in (sorted(pairs) if self.pairs else pairs))
+        found = self.confirmed or self.unconfirmed  # unconfirmed leaks add nothing to confirmed ones
+        leaks = tuple(found[key] for key in (sorted(found) if self.by_pair else found))
         measured = {"greatest": self.greatest, "runs": self.runs, "poisoned": self.poisoned, **summary.measured}
         if summary.warning:
             return ProbeResult("warning", summary.warning, (), measured)
@@ -267,52 +268,53 @@ class _Comparisons:
         message = f"{summary.leak.format(count=len(leaks))}, {describe_difference(self.greatest)}"
         return ProbeResult("leak" if self.confirmed else "doubt", message, leaks, measured, watch=self.watch)
 
-    def take(self, case: PairOfRuns) -> Difference | None:
-        """Run a case, and note what differs."""
+    def take(self, pair: PairOfRuns) -> Movement | None:
+        """Run a pair, and note what differs."""
         self.runs += 1
         self.context.show_progress(f"{self.context.probe}, run {self.runs}")
         try:
-            outputs = case.outputs(self.context)
+            outputs = pair.outputs(self.context)
         except Exception as error:
-            if case.refusable:
+            if pair.refusable:
                 self.refused = self.refused or first_line(error)
                 return None
             raise _raised(self.context, error) from error
         self.answered = True
         difference = compare(
-            *outputs, self.context.noise, case.where, same_order=case.same_order, overflows=case.overflows
+            *outputs, self.context.noise, pair.where, same_order=pair.same_order, overflows=pair.overflows
         )
-        self.poisoned += int((np.isinf(difference.moved) & case.where).sum())
-        if case.keys is not None:
-            self._follow(case, np.atleast_2d(case.keys), difference)
+        self.poisoned += int((np.isinf(difference.moved) & pair.where).sum())
+        if pair.keys is not None:
+            self._follow(pair, np.atleast_2d(pair.keys), difference)
             return difference
-        if not case.is_leak:
+        if not pair.is_leak:
             return difference
         self.greatest = max(self.greatest, difference.greatest)
         if difference.status == "clean":
             return difference
-        spots = [difference.first(of_all_rows=case.first_position)]
-        if case.all_positions:
+        spots = [difference.first(of_all_rows=pair.first_position)]
+        if pair.all_positions:
             spots = [(r, q, float(difference.sizes[r, q])) for r, q in np.argwhere(difference.sizes > 0).tolist()]
         confirmed: dict[int, Any] = {}
         for row, position, size in spots:
             kind = difference.kind(size)
             if kind == "clean":
                 continue
-            leak = case.leak(row, position, size)
-            if case.isolate_row and len(difference.sizes) > 1 and self._pair(leak) not in self.confirmed:
+            leak = pair.leak(row, position, size)
+            if pair.isolate_row and len(difference.sizes) > 1 and self._key(leak) not in self.confirmed:
                 if row not in confirmed:
-                    confirmed[row] = self._row_alone(case, row)
+                    confirmed[row] = self._row_alone(pair, row)
                 alone = confirmed[row]
                 if alone is not None and not alone[position] >= size / 4:
                     continue  # another row of the batch does it: the probe of rows names that one
-            self._note(leak, kind, case, (row, position))
+            self._note(leak, kind, pair, (row, position))
         return difference
 
-    def _row_alone(self, case: PairOfRuns, row: int) -> Any:
+    def _row_alone(self, pair: PairOfRuns, row: int) -> Any:
         """How far the positions of a row, (N,), move where nothing but this row changes; None where that does not run."""
-        inputs, changed, tested = self.context.inputs, case.run.inputs, self.context.tested
-        where = np.broadcast_to(case.where, (inputs.batch, changed.n))
+        inputs, tested = self.context.inputs, self.context.tested
+        changed = pair.run.inputs
+        where = np.broadcast_to(pair.where, (inputs.batch, changed.n))
         if changed.n == inputs.n:
             mixed = inputs.change(np.arange(inputs.batch)[:, None] == row, changed)
             return self.context.compare(tested(mixed), where).sizes[row]
@@ -322,14 +324,14 @@ class _Comparisons:
         except Exception:
             return None
 
-    def _pair(self, leak: Leak) -> tuple[int, int, int]:
-        return leak.query, leak.key, -1 if self.pairs else leak.row
+    def _key(self, leak: Leak) -> tuple[int, int, int]:
+        return leak.query, leak.key, -1 if self.by_pair else leak.row
 
-    def _note(self, leak: Leak, kind: Kind, case: PairOfRuns, spot: tuple[int, int]) -> None:
+    def _note(self, leak: Leak, kind: Kind, pair: PairOfRuns, spot: tuple[int, int]) -> None:
         confirmed = kind == "leak" and bool(self.confirmed)
         if kind == "leak" and not confirmed:
-            confirmed = self._repeats(leak, case, spot)
-            if confirmed and not self._repeats_on_copies(leak, case, spot):
+            confirmed = self._repeats(leak, pair, spot)
+            if confirmed and not self._repeats_on_copies(leak, pair, spot):
                 where = (
                     f"output {leak.query} {describe_movement(leak.size)} between two calls of the model that is audited"
                 )
@@ -337,37 +339,38 @@ class _Comparisons:
                     f"the model keeps state between calls: {where}, and not between two copies that were never called"
                 )
                 leak = replace(leak, key=leak.query, note=note, by_state=True)
-        leaks, pair = self.confirmed if confirmed else self.unconfirmed, self._pair(leak)
-        if pair not in leaks or leaks[pair].size < leak.size:
-            leaks[pair] = leak
+        leaks = self.confirmed if confirmed else self.unconfirmed
+        key = self._key(leak)
+        if key not in leaks or leaks[key].size < leak.size:
+            leaks[key] = leak
         if confirmed and self.watch is None:
-            runs = (case.before or self.context.example).watch(*spot), case.run.watch(*spot)
+            runs = (pair.before or self.context.example).watch(*spot), pair.run.watch(*spot)
             self.watch = None if None in runs else runs
 
-    def _repeats(self, leak: Leak, case: PairOfRuns, spot: tuple[int, int]) -> bool:
+    def _repeats(self, leak: Leak, pair: PairOfRuns, spot: tuple[int, int]) -> bool:
         """Whether the first leak shows again; then the model is known to repeat itself."""
-        if case.before is not None:
+        if pair.before is not None:
             return True
-        before, after = (run.compute() for run in (self.context.example, case.run))
+        before, after = (run.compute() for run in (self.context.example, pair.run))
         if before.shape != after.shape:
             return True
         return bool(compare(before, after, self.context.noise).moved[spot] >= leak.size / 2)
 
-    def _repeats_on_copies(self, leak: Leak, case: PairOfRuns, spot: tuple[int, int]) -> bool:
+    def _repeats_on_copies(self, leak: Leak, pair: PairOfRuns, spot: tuple[int, int]) -> bool:
         """Whether the first leak shows between two copies that were never called; True where that cannot be tried."""
         context = self.context
-        if context.fresh_copy is None or case.before is not None or context.tested.restoring:
+        if context.fresh_copy is None or pair.before is not None or context.tested.restoring:
             return True
         try:
             with context.on_copy() as one, context.on_copy() as other:
-                before, after = one(context.inputs), other(case.run.inputs)
+                before, after = one(context.inputs), other(pair.run.inputs)
         except Exception:
             return True
         if before.shape != after.shape:
             return True
         return bool(compare(before, after, context.noise).moved[spot] >= leak.size / 4)
 
-    def _follow(self, case: PairOfRuns, changed: Bools, difference: Difference) -> None:
+    def _follow(self, pair: PairOfRuns, changed: Bools, difference: Movement) -> None:
         """For each row, one query that moved and one key that moves it alone, by halving."""
         wrong = difference.sizes > 0  # (B, N)
         for row in np.flatnonzero(wrong.any(axis=1)).tolist():
@@ -378,30 +381,30 @@ class _Comparisons:
                 continue
             self.bisected += 1
             keys = np.flatnonzero(changed[row % len(changed)])
-            moved = self._moved(case, keys, row, query, kind)
+            moved = self._moved(pair, keys, row, query, kind)
             if moved is None:
                 continue  # a change of other rows moves it
             one, all_keys = moved, len(keys)
             while len(keys) > 1:
                 for half in (keys[: len(keys) // 2], keys[len(keys) // 2 :]):
-                    moved = self._moved(case, half, row, query, kind)
+                    moved = self._moved(pair, half, row, query, kind)
                     if moved is not None:
                         break
                 else:
                     break
                 keys, one = half, moved
             note = f"output {{query}} {{moves}}{{comma}} when all {all_keys} inputs hidden from it change together"
-            single = replace(case, run=one[1], key=int(keys[0]), note=note if len(keys) > 1 else "")
+            single = replace(pair, run=one[1], key=int(keys[0]), note=note if len(keys) > 1 else "")
             self.greatest = max(self.greatest, one[0])
             self._note(single.leak(row, query, one[0]), kind, single, (row, query))
 
-    def _moved(self, case: PairOfRuns, keys: Any, row: int, query: int, kind: Kind) -> tuple[float, Run] | None:
+    def _moved(self, pair: PairOfRuns, keys: Any, row: int, query: int, kind: Kind) -> tuple[float, Run] | None:
         """How far these keys of a row alone move the query, and the run that shows it; None where that is of another kind."""
         example = self.context.inputs
         one = np.isin(np.arange(example.n), keys) & (np.arange(example.batch)[:, None] == row)
-        run = self.context.run(example.change(one, case.run.inputs))
+        run = self.context.run(example.change(one, pair.run.inputs))
         self.runs += 1
-        moved = self.context.compare(run.output, same_order=True, overflows=case.overflows)
+        moved = self.context.compare(run.output, same_order=True, overflows=pair.overflows)
         size = float(moved.sizes[row, query])
         return (size, run) if kind != "clean" and moved.kind(size) == kind else None
 

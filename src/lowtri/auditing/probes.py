@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.context import DRAWS, Condition, Context, Sizes, measured_mask_threshold
+from lowtri.auditing.context import DRAWS, EXACT, Condition, Context, Sizes, measured_mask_threshold
 from lowtri.auditing.example import Bools, Rows, first_line, positions_first
 from lowtri.auditing.probe import (
     Leak,
@@ -35,9 +35,12 @@ def change(context: Context) -> PairsOfRuns:
     Short inputs are looked at pair by pair. Of long ones some positions are chosen, and a query that moves is
     bisected down to one key.
     """
-    inputs, n, queries = context.inputs, context.n, context.queries()
+    inputs, n = context.inputs, context.n
+    queries = context.queries()
     by_pair = context.condition == Condition()
-    keys = (list(range(n)) if context.is_large and n <= 128 else queries) if by_pair else []
+    keys = queries if by_pair else []
+    if by_pair and context.is_large and n <= EXACT:
+        keys = list(range(n))
     draws = 1 if context.is_large else DRAWS
     draws *= 16 if context.discrete_output and not context.is_large else 1  # indices move rarely
     kinds = [(100, "random"), (101, "extreme"), *([(102, "repeated")] if inputs.discrete else [])]
@@ -96,7 +99,8 @@ def gradient(context: Context) -> ProbeResult:
 
     from lowtri.auditing.torch_hooks import run_with_leaves
 
-    signature, batch, queries = context.tested.signature, context.inputs.batch, context.queries()
+    signature, batch = context.tested.signature, context.inputs.batch
+    queries = context.queries()
     sizes = np.zeros((batch, len(queries), context.n))
 
     def by_position(grad: Any, number: int) -> Sizes:

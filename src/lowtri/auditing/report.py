@@ -25,7 +25,11 @@ _LOOKS = (
     Look("·", HIDDEN, "hidden"),
     Look("✗", fill("leak"), "leak"),
 )
-_SEEN, _UNSEEN, _NOT_LOOKED_AT, _HIDDEN, _LEAK = range(5)
+_SEEN = 0  # indexes of _LOOKS
+_UNSEEN = 1
+_NOT_LOOKED_AT = 2
+_HIDDEN = 3
+_LEAK = 4
 _WIDE = 290  # of the cells in SVG: letters can still be read on a telephone
 
 
@@ -71,7 +75,7 @@ def draw_svg(drawn: npt.NDArray[np.int64], n: int) -> str:
         return f"{_span('query', 'queries', q, 1, step, n)}, {keys}: {_LOOKS[drawn[q, k]].meaning}"
 
     grid = Grid(drawn, _LOOKS, size, size, ends=("0", f"{n - 1:,}"), hover=hover)
-    note = [f"a cell: {step:,} x {step:,} pairs"] * (step > 1)
+    note = [f"a cell: {step:,} x {step:,} pairs"] if step > 1 else []
     return picture("who sees whom: queries down, keys across", [Panel([grid])], used(_LOOKS, drawn), note, wide=_WIDE)
 
 

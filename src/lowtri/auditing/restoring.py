@@ -103,9 +103,8 @@ class Snapshot:
         for container, content in self._containers:
             if len(container) != len(content) or not _same_items(container, content):
                 container.clear()
-                container.extend(content) if isinstance(content, (list, collections.deque)) else container.update(
-                    content
-                )
+                add = container.extend if isinstance(content, (list, collections.deque)) else container.update
+                add(content)
         for array, value in self._arrays:
             array[...] = value
         for generator, state in self.generators:
@@ -170,7 +169,8 @@ def torch_settings_restored(threads: int | None = None) -> Iterator[None]:
     if torch is None:
         yield
         return
-    gradients, dtype, before = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    before = torch.get_num_threads()
     try:
         if threads is not None and threads != before:
             torch.set_num_threads(threads)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from lowtri.auditing.conditions import extended
-from lowtri.auditing.context import Context, Difference, Run, compare
+from lowtri.auditing.context import Context, Movement, Run, compare
 from lowtri.auditing.example import Inputs
 from lowtri.auditing.model_under_test import ModelUnderTest
 from lowtri.auditing.probe import Leak, ProbeResult, Skipped, describe_movement, probe
@@ -90,7 +90,7 @@ def _used(context: Context, *earlier: Inputs) -> Run:
     return run
 
 
-def _difference(context: Context, before: Run, after: Run) -> Difference:
+def _difference(context: Context, before: Run, after: Run) -> Movement:
     # The model's own noise is no measure: state shows as noise.
     quiet = replace(context.noise, repeat=0.0, reorder=0.0)
     return compare(before.output, after.output, quiet, ~context.ignored)
@@ -98,7 +98,8 @@ def _difference(context: Context, before: Run, after: Run) -> Difference:
 
 def _histories(context: Context) -> Iterator[tuple[str, Inputs]]:
     """What may be called before the example: (words, inputs)."""
-    inputs, n, positions = context.inputs, context.n, np.arange(context.n)
+    inputs, n = context.inputs, context.n
+    positions = np.arange(n)
     yield "a call with other inputs", context.fresh(900)
     yield "a call with the same first position", inputs.change(positions > 0, context.fresh(903))
     yield "a call with another second half", inputs.change(positions >= n // 2, context.fresh(901))

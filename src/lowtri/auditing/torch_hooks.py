@@ -95,7 +95,9 @@ class _Lookup(TorchFunctionMode):
 
     def __init__(self, ids: torch.Tensor, replaced: Make, sizes: list[int] | None = None) -> None:
         super().__init__()
-        self.ids, self.replaced, self.sizes = ids, replaced, sizes
+        self.ids = ids
+        self.replaced = replaced
+        self.sizes = sizes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -201,7 +203,8 @@ def _cut(value: Any, watch: DivergingRuns, axis: int) -> torch.Tensor | None:
     """A tensor's values at the position; None where its axis of positions is not known."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
         return None
-    value, (batch, n) = value.detach(), watch.shape
+    value = value.detach()
+    batch, n = watch.shape
     axes = [axis, *(i for i in range(value.dim()) if i != axis)]
     fitting = next((i for i in axes if i < value.dim() and value.shape[i] == n), None)
     position = watch.position
@@ -288,26 +291,25 @@ class _Attentions(TorchFunctionMode):
         if self.inside:
             return func(*args, **kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention:
-            q, k, mask = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            self.add(
-                q.shape[-2], k.shape[-2], mask, kwargs.get("is_causal", args[5] if len(args) > 5 else False), q.dim()
-            )
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            is_causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
+            self.add(args[0].shape[-2], args[1].shape[-2], mask, is_causal)
         elif func is torch.nn.functional.multi_head_attention_forward:
-            mask, n = kwargs.get("attn_mask"), args[0].shape[0]
-            mask = None if mask is None else ~mask if mask.dtype == torch.bool else mask
-            pads = kwargs.get("key_padding_mask")
-            self.add(n, args[1].shape[0], mask if mask is None or mask.dim() == 2 else None, False, 4)
+            mask, pads = kwargs.get("attn_mask"), kwargs.get("key_padding_mask")
+            if mask is not None and mask.dtype == torch.bool:
+                mask = ~mask
+            self.add(args[0].shape[0], args[1].shape[0], mask if mask is None or mask.dim() == 2 else None, False)
             if pads is not None:
                 hidden = pads if pads.dtype == torch.bool else pads < -1e3
                 self.tables[-1] = self.tables[-1] & ~hidden.cpu().numpy().reshape(-1, 1, pads.shape[-1])
         return func(*args, **kwargs)
 
-    def add(self, nq: int, nk: int, mask: Any, is_causal: bool, dims: int) -> None:
+    def add(self, nq: int, nk: int, mask: Any, is_causal: bool) -> None:
         pairs = torch.ones(1, nq, nk, dtype=torch.bool)
         if is_causal:
             pairs = pairs.tril()
         if mask is not None:
             shown = mask if mask.dtype == torch.bool else mask > -1e3
             shown = shown.expand(*shown.shape[:-2], nq, nk).cpu()
-            pairs = pairs & (shown.any(dim=1) if shown.dim() == 4 else shown if shown.dim() == 3 else shown[None])
+            pairs = pairs & (shown.any(dim=1) if shown.dim() == 4 else shown.reshape(-1, nq, nk))
         self.tables.append(pairs.numpy())
