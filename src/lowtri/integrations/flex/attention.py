@@ -118,7 +118,7 @@ def _attend(
         k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
     shape = (batch, heads, nq, nk)
     mask: Mask = full() if blocks is None else mask_of(blocks, shape)
-    dtype = torch.promote_types(cast_for_autocast(q, k, v)[1].dtype, torch.float32)
+    dtype = torch.promote_types(cast_for_autocast(q, k, v)[1][0].dtype, torch.float32)
     scores = read_score_mod(score_mod, shape, q.device, dtype)
     if scores.mask is not None:
         mask = mask & scores.mask if blocks is not None else scores.mask
@@ -129,7 +129,8 @@ def _attend(
         if want_lse:
             return *attention(q, k, v, mask, return_lse=True, **options), None
         return attention(q, k, v, mask, **options), None, None
-    device, q, k, v = cast_for_autocast(q, k, v)
+    device, arrays = cast_for_autocast(q, k, v)
+    q, k, v = arrays
     call, inputs = describe(q, k, v, mask, CallOptions(scale, return_lse=True)._replace(**positions))
     modified, greatest = _identity if score_mod is None else tile_function(score_mod), dict[Tile, Tensor]()
 
