@@ -195,7 +195,7 @@ def test_another_process_times_itself() -> None:
 # The limit of the CPU.
 
 
-@pytest.mark.parametrize("pairs", [False, True] if ISA.has_pairs else [False])
+@pytest.mark.parametrize("pairs", [False, True] if ISA.has_bf16_dot else [False])
 def test_the_limit_multiplies_correctly(pairs: bool) -> None:
     product = benching.multiply(2, pairs, repeats=1)  # (threads, rows, 64), of ones
     assert (product == (128 if pairs else 64)).all() and product.shape[0] == 2

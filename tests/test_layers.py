@@ -25,6 +25,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "extras",
     "system",
     "files",
+    "progress",
     "sentences",
     "drawing",
     "compat",

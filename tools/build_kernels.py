@@ -334,7 +334,7 @@ def native():  # type: ignore[no-untyped-def]
     able = [isa for isa in fastest_first(vendor) if isa.runs_on(has, platform.machine().lower())]
     able = [isa for isa in able if isa.cpu != "native"]
     able = [isa for isa in able if (isa.architecture == "aarch64") == ("neon" in (x.name for x in able))]
-    best = 2 if able[0].has_tiles else 1  # the system may refuse tiles
+    best = 2 if able[0].has_amx else 1  # the system may refuse tiles
     return [*able[:best], *able[-1:]] if len(able) > best else able
 
 

@@ -2,7 +2,7 @@
 
 Implementations run interleaved in one process, so that other load on the machine affects all of them equally; medians count.
 Outputs are compared before anything is timed. The limit of the machine is measured in the same rounds: how fast the CPU
-multiplies, which is only the kernels' register tile, on operands that stay in the L1 cache.
+multiplies, which is only the kernels' register block, on operands that stay in the L1 cache.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def packs_bf16(dtype: str) -> bool:
     """Whether this CPU multiplies the dtype in pairs; what it does not is multiplied as float32."""
     from lowtri.kernels.target import ISA
 
-    return dtype == "bf16" and ISA.has_pairs
+    return dtype == "bf16" and ISA.has_bf16_dot
 
 
 def multiply_flops(threads: int, pairs: bool) -> int:
@@ -160,7 +160,7 @@ def multiply_flops(threads: int, pairs: bool) -> int:
 
 
 def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[Any, Any]:
-    """Run the register tile on every thread; returns the products (threads, rows, 64), so that they can be checked."""
+    """Run the register block on every thread; returns the products (threads, rows, 64), so that they can be checked."""
     from lowtri.kernels import library, target
     from lowtri.kernels import threads as teams
     from lowtri.kernels.abi import MULTIPLY, MULTIPLY_DEPTH, MULTIPLY_ROWS
@@ -174,7 +174,7 @@ def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[A
     record = np.zeros(1, MULTIPLY.dtype)
     record["scratch"] = scratch.ctypes.data
     record["repeats"] = repeats
-    spec = KernelSpec("bfloat16", "pairs", target.ISA) if pairs else KernelSpec("float32", "direct", target.ISA)
+    spec = KernelSpec("bfloat16", "bf16x2", target.ISA) if pairs else KernelSpec("float32", "direct", target.ISA)
     teams.run_team(library.code(symbol("multiply", spec)), record.ctypes.data, threads)
     return scratch[:, -MULTIPLY_ROWS * QUERIES :].reshape(threads, MULTIPLY_ROWS, QUERIES)
 

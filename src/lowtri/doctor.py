@@ -56,13 +56,13 @@ def examine(measure: bool = True, progress: Callable[[str], None] = lambda _: No
     index = library.index()
     report["kernels"] = {
         "target": isa.name,
-        "rows": isa.tile[0],
-        "vectors": isa.tile[1],
+        "rows": isa.register_block[0],
+        "vectors": isa.register_block[1],
         "lanes": 16,
         "fma": isa.has_fma,
-        "bf16_pairs": isa.has_pairs,
+        "bf16_pairs": isa.has_bf16_dot,
         "amx": target.HAS_AMX,
-        "tiles": isa.has_tiles,
+        "tiles": isa.has_amx,
         "float16": isa.has_float16,
         "features": sorted(target.features()),
     }
@@ -118,9 +118,9 @@ def as_text(report: dict[str, Any]) -> str:
     lines = [("versions", packages), ("cpu", machine), ("threads", threads)]
     if kernels is not None:
         source = " (set by LOWTRI_ISA)" if os.environ.get("LOWTRI_ISA") else ""
-        tile = f"{kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
+        block = f"{kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
         lines += [
-            ("target", f"{kernels['target']}{source}: a register tile of {tile}"),
+            ("target", f"{kernels['target']}{source}: a register block of {block}"),
             ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_pairs(kernels)}"),
             ("", f"AMX (tiles of bf16) {_yes(kernels['amx'])}{_amx_use(kernels)}"),
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 from model_files import decoder_folder, recurrent_folder, transformers_folder
 
 import lowtri
-from lowtri.auditing.audit import progress_line
 from lowtri.auditing.loading import load_target
 from lowtri.auditing.report import cells, draw_text
 from lowtri.cli.main import main
@@ -164,18 +162,6 @@ def test_no_leak_found_says_what_was_looked_at() -> None:
         "not tried: state, gradient, batch, padding, source, packing, cache, code_paths, training."
     )
     assert repr(report).startswith("<AuditReport no leak found")
-
-
-def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    tick = progress_line(True, time.monotonic() - 60)
-    tick("change", 3)
-    captured = capsys.readouterr()
-    assert captured.out == "" and "audit: change, run 3, 60 s" in captured.err
-    tick("", 0)
-    assert capsys.readouterr().err == "\r\x1b[K"
-    progress_line(None, time.monotonic() - 60)("change", 3)  # no terminal, no progress
-    progress_line(True, time.monotonic())("change", 3)  # short audits say nothing
-    assert capsys.readouterr().err == ""
 
 
 # the files and folders that the command reads

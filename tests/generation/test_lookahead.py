@@ -306,4 +306,4 @@ def test_a_shift_that_moves_nothing_leaves_the_default_positions():
     cache.append(token, token)
     cache.shift(0)
     cache.append(token, token)
-    assert cache._slots.read.k is None
+    assert cache._slots.visible_slots.k is None

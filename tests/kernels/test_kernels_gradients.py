@@ -203,7 +203,7 @@ def test_outputs_and_gradients_lie_in_memory_as_their_inputs(dtype: str) -> None
         output = lowtri.attention(*leaves, "causal", engine="cpu")
         grads = torch.autograd.grad(output, leaves, d_output.detach())
         # Products on tile registers write the gradients of keys and values as packed rows.
-        packed = dtype == "bfloat16" and target.ISA.has_tiles
+        packed = dtype == "bfloat16" and target.ISA.has_amx
         pairs = list(zip((output, *grads), (leaves[0], *leaves), strict=True))[: 2 if packed else 4]
         assert [x.stride() for x, _ in pairs] == [like.stride() for _, like in pairs]
 

@@ -206,11 +206,6 @@ def test_trees_of_rows_that_begin_apart() -> None:
     assert repr(tree([-1, 0], [2, 4])) == 'tree([-1, 0], start=[2, 4], inner="causal")'
 
 
-def test_queries_have_the_last_positions() -> None:
-    assert causal().draw(2, 4).split() == ["███·", "████"]
-    assert causal().dense(1, 5).all()
-
-
 def test_one_pair_gives_a_plain_bool() -> None:
     for m in [
         causal(),
@@ -687,16 +682,6 @@ def test_a_text_is_never_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_the_public_names_are_those_of_the_package() -> None:
-    assert lowtri.causal is causal and lowtri.Mask is Mask and POSITION_MAX == 2**62
-
-
 def test_texts_without_lists_are_cached():
     assert lowtri.mask("causal & window(4)") is lowtri.mask("causal & window(4)")
     assert lowtri.mask("documents(lengths=[2])") is not lowtri.mask("documents(lengths=[2])")
-
-
-def test_a_table_of_few_rows_can_be_printed():
-    few = table(np.ones((8, 112), bool))
-    assert str(few).splitlines()[1:5] == ["█" * 56] * 4  # drawn for its own queries and keys
-    assert str(table(np.tri(12, dtype=bool))).splitlines()[0] == repr(table(np.tri(12, dtype=bool)))

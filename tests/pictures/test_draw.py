@@ -565,7 +565,7 @@ def test_the_command_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[4].split() == ["cat", "✓", "✓", "✓", "✗", "cat", "✓", "✓", "✓", "✓"]
     assert lines[-2:] == [
         "causal: 10 of 16 pairs visible (62.5%); causal",
-        "full: 16 of 16 pairs visible (100.0%); not causal: somebody sees a later position",
+        "full: 16 of 16 pairs visible (100.0%); not causal: some query sees a later position",
     ]
 
 

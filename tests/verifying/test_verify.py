@@ -334,17 +334,24 @@ def test_a_missing_nan_is_said_in_words() -> None:
     assert "output: expected 0.0, got NaN at (0, 0, 0, 0)" in str(report)
 
 
-def test_each_case_runs_twice() -> None:
-    """Results that differ from run to run are named, also where they differ in few cases."""
+@pytest.mark.parametrize("unsteady", [torch.float32, torch.float16])
+def test_each_case_runs_twice_in_each_dtype(unsteady: torch.dtype) -> None:
+    """Results that differ from run to run are named, also where they differ in few cases, and in one dtype."""
     calls = [0]
 
     def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
         calls[0] += 1
-        return kernel()(q, k, v, mask) * (1 + 1e-7 * (calls[0] % 2 * (q.shape[2] == 64)))
+        output = kernel()(q, k, v, mask)
+        differs = q.shape[2] == 64 and q.dtype == unsteady
+        return output * (1 + torch.finfo(unsteady).eps * (calls[0] % 2)) if differs else output
 
-    report = verify(attend, cases=["causal", "64 tokens", "full"], gradients=False)
-    assert report.mistakes == ("differs from run to run",) and report.results["causal"] == {"float32": "right"}
-    assert "64 tokens, float32: two equal calls differ by" in str(report)
+    names = ["float32", "float16"]
+    report = verify(attend, dtypes=names, cases=["causal", "64 tokens", "full"], gradients=False)
+    dtype = str(unsteady).removeprefix("torch.")
+    assert report.mistakes == ("differs from run to run",)
+    assert report.results["causal"] == dict.fromkeys(names, "right")
+    assert report.results["64 tokens"] == {name: "wrong" if name == dtype else "right" for name in names}
+    assert f"64 tokens, {dtype}: two equal calls differ by" in str(report)
 
 
 def test_causal_with_more_queries_than_keys() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,6 +39,7 @@ from lowtri.auditing.state import state, state_after
 from lowtri.errors import CallError
 from lowtri.extras import require
 from lowtri.masks import Mask, causal
+from lowtri.progress import ProgressLine
 
 PROBES: tuple[Probe, ...] = (  # in the order in which they run
     state,
@@ -123,21 +123,17 @@ def audit(
     _check_memory(max(inputs.n, length or 0))
     declared = DeclaredMask.read(mask, layers, inputs.n)
     options = Options(adapter, declared, tuple(ran), length, seed)
-    show = progress_line(progress, started)
     training = "training" in ran and "eval" not in ran
     parts = tuple(part for part in (adapter.step, adapter.prefill, adapter.alone) if part is not None)
     tested = ModelUnderTest(adapter.call, signature, adapter, training, seed=seed, parts=parts)
-    run = _Run(options, [probe for probe in PROBES if chosen is None or probe.name in chosen], show)
-    try:
-        with tested.prepared(inputs):
-            context = run.prepare(tested, inputs)
-            mode = context.mode if {"eval", "training"} & set(ran) else ""
-            if context.noise.broken is None:
-                run.everything(context)
-            else:
-                run.state_alone(context)
-    finally:
-        show("", 0)
+    with ProgressLine("audit", progress) as line, tested.prepared(inputs):
+        run = _Run(options, [probe for probe in PROBES if chosen is None or probe.name in chosen], line.show)
+        context = run.prepare(tested, inputs)
+        mode = context.mode if {"eval", "training"} & set(ran) else ""
+        if context.noise.broken is None:
+            run.everything(context)
+        else:
+            run.state_alone(context)
     leaks: dict[tuple[int, int, int], Leak] = {}  # one for each pair, from the first probe that found it
     for leak in (leak for result in run.results for leak in result.leaks):
         leaks.setdefault((leak.query, leak.key, -1 if leak.paired else leak.row), leak)
@@ -188,7 +184,7 @@ def probe_table() -> str:
 class _Run:
     """The product of probes and conditions for one audit, and what it found."""
 
-    def __init__(self, options: Options, probes: list[Probe], show: Callable[[str, int], None]) -> None:
+    def __init__(self, options: Options, probes: list[Probe], show: Callable[[str], None]) -> None:
         self.options, self.probes, self.show = options, probes, show
         self.results: list[ProbeResult] = []
         self.notes: list[str] = []
@@ -206,14 +202,14 @@ class _Run:
         table = mask.pairs(inputs.n, inputs.batch)
         ids = vocabulary(tested, inputs)
         context = Context(tested, inputs, table, real, self.options, ids, self.show, fresh_copy=fresh_copy)
-        noise = context.try_example()
-        if context.base.shape[-1] > WIDE and context.base.dtype.kind == "f" and np.isfinite(context.base).all():
-            context = replace(context, tested=replace(tested, narrow=True))
-            noise = context.try_example()
-        if adapter.axes is None:
-            check_axes(tested, inputs, seed)
         if context.is_large:
             context = replace(context, chosen=tuple(context.sample(FEW)))
+        rows = context.on_example(lambda: context.base)
+        if rows.shape[-1] > WIDE and rows.dtype.kind == "f" and np.isfinite(rows).all():
+            context = replace(context, tested=replace(tested, narrow=True))
+        noise = context.on_example(lambda: context.noise)
+        if adapter.axes is None:
+            check_axes(tested, inputs, seed)
         if noise.broken is None:
             context = self._with_constants(context)
             context = self._from_own_positions(context, own_positions(inputs, real, f"{prefix_}position_ids"))
@@ -368,7 +364,8 @@ def _notes(context: Context, findings: Sequence[ProbeResult]) -> list[str]:
     if context.tested.narrow:
         notes.append("wide outputs are compared in 16 sums with random signs; sizes are those of the sums")
     if context.is_large:
-        notes.append(f"calls are expensive: {len(context.queries())} queries of {context.n} stand for all")
+        few, fewer = len(context.queries()), len(context.with_fewer_queries().queries())
+        notes.append(f"calls are expensive: {few} queries of {context.n} stand for all, {fewer} under other conditions")
     return notes
 
 
@@ -381,19 +378,3 @@ def _check_memory(n: int) -> None:
             f"audit: {n:,} positions have {float(n) ** 2:,.0f} pairs, more than this machine's memory can represent.\n"
             "Fix: a shorter example, or a smaller length= (--length)."
         ) from None
-
-
-def progress_line(requested: bool | None, started: float) -> Callable[[str, int], None]:
-    """A line on stderr once an audit takes more than two seconds; an empty name clears it."""
-    show = sys.stderr.isatty() if requested is None else requested
-    shown = started + 1.8
-
-    def tick(probe: str, run: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if show and (now > shown + 0.2 if probe else shown > started + 1.8):
-            shown = now
-            sys.stderr.write(f"\raudit: {probe}, run {run}, {now - started:.0f} s\x1b[K" if probe else "\r\x1b[K")
-            sys.stderr.flush()
-
-    return tick

@@ -99,9 +99,9 @@ def _code_paths(context: Context) -> Iterator[Context]:
         paths += [Condition(attention=name) for name in ("eager", "sdpa") if name != attention_name(model)]
     if not paths:
         raise Skipped("no other code path is known")
-    chosen = tuple(context.chosen or context.sample(FEW))
+    context = context.with_fewer_queries() if context.is_large else replace(context, chosen=tuple(context.sample(FEW)))
     for path in paths:
-        yield replace(context.under(replace(path, name="code_paths")), chosen=chosen)
+        yield context.under(replace(path, name="code_paths"))
 
 
 def _compiled(context: Context) -> Iterator[Context]:
@@ -113,6 +113,7 @@ def _training(context: Context) -> Iterator[Context]:
         raise Skipped("the whole audit is in training mode" if context.mode else "the model has no training mode")
     if _same_in_training(context):
         raise Settled(_SAME)
+    context = context.with_fewer_queries() if context.is_large else context
     yield _in_training(replace(context, condition=Condition(name="training")))
 
 
@@ -133,29 +134,31 @@ def _same_in_training(context: Context) -> bool:
     other += [inputs.rows([0])] if context.tested.signature.batch_axis is not None else []
     keyword = pad_keyword(context)
     try:
-        other += [pad(context, keyword, left, right, 702) for left, right in ((0, 3), (2, 5))] if keyword else []
-        copy64 = replace(context, tested=context.tested.in_float64())
-        return _same_in_both_modes(context, [*same, *other]) and _same_in_both_modes(copy64, same)
+        if keyword:
+            other += [pad(context, keyword, left, right, 702) for left, right in ((0, 3), (2, 5))]
+        if not _same_in_both_modes(context, [*same, *other]):
+            return False
+        return _same_in_both_modes(replace(context, tested=context.tested.in_float64()), same)
     except Exception:
         return False
 
 
 def _same_in_both_modes(context: Context, examples: list[Inputs]) -> bool:
-    """Whether both modes give the same bits, or refuse an example with the same type of error."""
+    """Whether both modes give the same bits, or refuse an example with the same type of error; up to the first that differs."""
 
     def answer(mode: Context, inputs: Inputs) -> Array:
-        try:
-            return mode.tested(inputs)
-        except Exception as error:
-            return np.array(str(type(error)))
-
-    answers: list[list[Array]] = []
-    for mode in (context, _in_training(context)):
         with mode.applied():
-            answers.append([answer(mode, inputs) for inputs in examples])
-    return all(
-        np.array_equal(a, b, equal_nan=a.dtype.kind == b.dtype.kind == "f") for a, b in zip(*answers, strict=True)
-    )
+            try:
+                return mode.tested(inputs)
+            except Exception as error:
+                return np.array(str(type(error)))
+
+    training = _in_training(context)
+    for inputs in examples:
+        one, other = answer(context, inputs), answer(training, inputs)
+        if not np.array_equal(one, other, equal_nan=one.dtype.kind == other.dtype.kind == "f"):
+            return False
+    return True
 
 
 def _longer(context: Context) -> Iterator[Context]:

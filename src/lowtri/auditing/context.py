@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from lowtri.errors import CallError, LowtriError
 
 Sizes = npt.NDArray[np.float64]
 Kind = Literal["clean", "doubt", "leak"]
+_Result = TypeVar("_Result")
 
 # In roundings of the output's precision at the output's magnitude. Between the two a finding is in doubt.
 _SURE = 2.0**10
@@ -128,12 +129,14 @@ def measured_mask_threshold(noise: Noise) -> float:
     return max(64 * noise.eps * noise.magnitude, 4 * noise.repeat, 4 * noise.reorder)
 
 
-def measure_noise(tested: ModelUnderTest, inputs: Inputs, ignored: Bools) -> Noise:
+def measure_noise(tested: ModelUnderTest, inputs: Inputs, first: Rows, ignored: Bools, repeats: int) -> Noise:
     """Run the same input several times, in several orders and under two seeds.
 
-    `ignored`, (B, N), marks positions whose own output means nothing.
+    Args:
+        first: the rows of a first run on this input.
+        ignored: (B, N), positions whose own output means nothing.
+        repeats: how many further runs must repeat the first.
     """
-    first = tested(inputs)
     floats = first.dtype.kind == "f"
     eps, scale = _eps(tested, first), _magnitude(np.where(ignored[..., None], 0, first))
     nan = np.isnan(first).any(axis=-1) & ~ignored
@@ -148,7 +151,7 @@ def measure_noise(tested: ModelUnderTest, inputs: Inputs, ignored: Bools) -> Noi
     def apart(rows: Rows) -> float:
         return float(np.nan_to_num(np.where(ignored, 0, movement(first, rows)), nan=np.inf).max())
 
-    repeat = max(apart(tested(inputs)) for _ in range(3))
+    repeat = max(apart(tested(inputs)) for _ in range(repeats))
     reseeded = apart(tested(inputs, seed=tested.seed + 1))
     broken = None
     if repeat > (_SURE * eps * scale if floats else 0):
@@ -331,7 +334,7 @@ class Context:
     real: Bools  # (B, N): False at pads, whose own output means nothing
     options: Options
     vocabulary: npt.NDArray[np.int64]  # ids to draw from
-    show_progress: Callable[[str, int], None] = lambda probe, run: None
+    show_progress: Callable[[str], None] = lambda what: None
     condition: Condition = field(default_factory=Condition)
     chosen: tuple[int, ...] | None = None  # the queries to look at, where `exact` does not say
     fresh_copy: Any = None  # a copy of the model that has never been called
@@ -424,7 +427,8 @@ class Context:
     @functools.cached_property
     def noise(self) -> Noise:
         """How far the example's outputs move when nothing that matters changes."""
-        return measure_noise(self.tested, self.inputs, self.ignored)
+        repeats = 1 if self.is_large else 3
+        return measure_noise(self.tested, self.inputs, self.base, self.ignored, repeats)
 
     @functools.cached_property
     def float64(self) -> Context | str:
@@ -449,10 +453,10 @@ class Context:
             return f"the outputs of the copy differ, by {apart:.2g}"
         return copy64
 
-    def try_example(self) -> Noise:
-        """Measure the noise, or raise CallError with what the model raised on the example."""
+    def on_example(self, work: Callable[[], _Result]) -> _Result:
+        """`work()`, which runs the model on the example; what the model raises there becomes a CallError."""
         try:
-            return self.noise
+            return work()
         except LowtriError:
             raise
         except Exception as error:
@@ -507,6 +511,10 @@ class Context:
     def is_large(self) -> bool:
         """Whether a call is so expensive that some queries have to stand for all."""
         return self.tested.work(self.inputs) >= _LARGE
+
+    def with_fewer_queries(self) -> Context:
+        """This context for a condition that is tried besides others, where calls are expensive."""
+        return replace(self, chosen=tuple(self.sample(FEW // 2)))
 
     def sample(self, most: int) -> list[int]:
         """At most `most` positions worth looking at: both ends, powers of two, edges of the mask, and a spread."""

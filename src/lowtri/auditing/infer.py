@@ -269,7 +269,7 @@ def infer_mask(
     pairs = np.ones((1, inputs.n, inputs.n), bool)
     with tested.prepared(inputs):
         context = Context(tested, inputs, pairs, real, options, vocabulary(tested, inputs))
-        if broken := context.try_example().broken:
+        if broken := context.on_example(lambda: context.noise).broken:
             raise CallError(f"infer_mask: {broken}.\nFix: make the model repeat itself: eval mode, seeds.")
         inferred = described_mask(context, _measured(context), labels)
     if inferred is None:

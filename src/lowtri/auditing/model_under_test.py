@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lowtri.auditing.adapter import Model
 from lowtri.auditing.example import CallSignature, Inputs, Rows, positions_first
@@ -149,7 +150,7 @@ class ModelUnderTest:
         """
         if not self.narrow or rows.shape[-1] <= WIDE:
             return rows
-        signs = np.random.default_rng(0).integers(0, 2, (rows.shape[-1], _SUMS)) * 2.0 - 1.0
+        signs = _signs(rows.shape[-1])
         if isinstance(rows, np.ndarray):
             return rows @ signs.astype(rows.dtype)
         import torch
@@ -239,6 +240,12 @@ def check_axes(tested: ModelUnderTest, inputs: Inputs, seed: int) -> None:
             "and changes move outputs along the first axis alone.\n"
             f'Fix: Model(axes="BN{letters}") for the first reading, Model(axes="NB{letters}") for the second.'
         )
+
+
+@functools.lru_cache(maxsize=2)
+def _signs(width: int) -> npt.NDArray[np.float64]:
+    """Random signs (width, 16)."""
+    return np.random.default_rng(0).integers(0, 2, (width, _SUMS)) * 2.0 - 1.0
 
 
 def parameters(model: Any) -> Mapping[str, inspect.Parameter]:

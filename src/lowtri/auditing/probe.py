@@ -270,7 +270,7 @@ class _Comparisons:
     def take(self, case: PairOfRuns) -> Difference | None:
         """Run a case, and note what differs."""
         self.runs += 1
-        self.context.show_progress(self.context.probe, self.runs)
+        self.context.show_progress(f"{self.context.probe}, run {self.runs}")
         try:
             outputs = case.outputs(self.context)
         except Exception as error:

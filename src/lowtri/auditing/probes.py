@@ -132,7 +132,7 @@ def gradient(context: Context) -> ProbeResult:
             elif not sizes.any() and (reached := _reached(context, query, reach)) is not None:
                 queries[done] = reached
                 sizes[:, done] = reach([reached])
-            context.show_progress(context.probe, done)
+            context.show_progress(f"{context.probe}, run {done}")
     except Skipped:
         raise
     except Exception as error:

@@ -102,7 +102,8 @@ class _Compiled(Prepared):
         return False
 
     def run(self, inputs: Inputs, seed: Any = None) -> Result:
-        call, (q, k, v, bias, sinks) = self.call, inputs
+        call, sinks = self.call, inputs.sinks
+        q, k, v = inputs[:3]
         if self.fully_masked_queries is not None:
             q = q.masked_fill(self.fully_masked_queries, 0)
         if self.fully_masked_keys is not None:
@@ -111,7 +112,7 @@ class _Compiled(Prepared):
             q,
             k,
             v,
-            score_mod=score_mod_of(call.softcap, bias),
+            score_mod=score_mod_of(call.softcap, inputs.bias),
             block_mask=self.block_mask,
             scale=call.scale,
             group=call.group,
@@ -169,12 +170,12 @@ def score_mod_of(softcap: float | None, bias: Tensor | None) -> Callable[..., Te
             return None
         return lambda score, b, h, q, k: softcap * torch.tanh(score / softcap)
     # A factor of 0 broadcasts: every index is a tensor, also where the bias has one entry.
-    by_b, by_h, by_q, by_k = (int(n > 1) for n in bias.shape)
+    by = [int(n > 1) for n in bias.shape]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        return score + bias[b * by_b, h * by_h, q * by_q, k * by_k]
+        return score + bias[b * by[0], h * by[1], q * by[2], k * by[3]]
 
     return score_mod
 

@@ -8,7 +8,7 @@ see nothing give 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ __all__ = ["name", "needs_table", "prepare", "supports"]
 name = "sdpa"
 
 _HUGE = {"float16": 1e36, "bfloat16": 1e36, "float32": 1e36, "float64": 1e306}
-_FEW_QUERIES = 16  # fewer may see few keys: to cut the arrays to these saves most of the inspection
+_WHOLE_FROM_QUERIES = 16  # fewer may see few keys: to cut the arrays to these saves most of the inspection
 
 
 def supports(call: Call) -> str | None:
@@ -54,6 +54,16 @@ def prepare(call: Call) -> Prepared:
 def _is_torch_causal(call: Call) -> bool:
     """Whether torch's is_causal (key index <= query index) is equivalent: queries and keys at the same positions."""
     return not call.positions_given and call.q.shape[2] == call.k.shape[2] and call.mask == causal()
+
+
+class _Arguments(NamedTuple):
+    """What torch's function gets, and which queries see nothing."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor | None  # bools, or the bias with -inf where hidden
+    fully_masked_queries: Tensor | None
 
 
 class _Fused(PreparedWithGradients, PreparedForSomeValues):
@@ -114,9 +124,10 @@ class _Fused(PreparedWithGradients, PreparedForSomeValues):
         return Result(output.detach(), state=(output, leaves))
 
     def _output(self, inputs: Inputs) -> Tensor:
-        q, k, v, table, fully_masked_queries = self._arguments(inputs)
-        output: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=table, **self.options)
-        return output if fully_masked_queries is None else output.masked_fill(fully_masked_queries, 0)
+        given = self._arguments(inputs)
+        output: Tensor = scaled_dot_product_attention(given.q, given.k, given.v, attn_mask=given.table, **self.options)
+        sees_nothing = given.fully_masked_queries
+        return output if sees_nothing is None else output.masked_fill(sees_nothing, 0)
 
     def gradients(self, inputs: Inputs, output: Any, state: Any, d_output: Any, d_lse: Any = None) -> Inputs:
         output, leaves = state
@@ -130,29 +141,28 @@ class _Fused(PreparedWithGradients, PreparedForSomeValues):
         Where q, k, v and their products are finite, a hidden pair counts for exactly 0. The output alone would not show it: torch
         may also drop a NaN that a query does see.
         """
-        q, k, v, bias, _ = inputs
         if d_output is not None:
-            most = v.shape[3] * _magnitude(d_output)
-            return most * _magnitude(v) < self.huge or most * _magnitude(self._arguments(inputs)[2]) < self.huge
+            most = inputs.v.shape[3] * _magnitude(d_output)
+            return most * _magnitude(inputs.v) < self.huge or most * _magnitude(self._arguments(inputs).v) < self.huge
         # Few queries may see little of a large cache: then only that is looked at.
-        if q.shape[2] >= _FEW_QUERIES:
-            tame = self._is_tame(q, k, v, bias)
+        if inputs.q.shape[2] >= _WHOLE_FROM_QUERIES:
+            tame = self._is_tame(inputs.q, inputs.k, inputs.v, inputs.bias)
             if tame or self.table is None:
                 return tame
-        q, k, v, table, _ = self._arguments(inputs)  # without what no query sees
-        return self._is_tame(q, k, v, None if bias is None else table)
+        given = self._arguments(inputs)  # without what no query sees
+        return self._is_tame(given.q, given.k, given.v, None if inputs.bias is None else given.table)
 
     def _is_tame(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
         """Whether neither a number nor a product of these is NaN, infinite or near overflow (-inf in a bias hides)."""
-        of_q, of_k, of_v = _magnitude(q), _magnitude(k), _magnitude(v)
-        of_bias = 0.0 if bias is None or bias.numel() == 0 else max(bias.detach().amax().item(), 0.0)
-        score = q.shape[3] * of_q * of_k * max(1.0, abs(self.call.scale))  # at most
-        return bool(score + of_q + of_k + of_v + of_bias < self.huge)
+        q_magnitude = _magnitude(q)
+        k_magnitude = _magnitude(k)
+        greatest_bias = 0.0 if bias is None or bias.numel() == 0 else max(bias.detach().amax().item(), 0.0)
+        score = q.shape[3] * q_magnitude * k_magnitude * max(1.0, abs(self.call.scale))  # at most
+        return bool(score + q_magnitude + k_magnitude + _magnitude(v) + greatest_bias < self.huge)
 
-    def _arguments(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """q, k, v, and the table as torch's function gets them (bools, or the bias with -inf where hidden); and which queries see
-        nothing."""
-        q, k, v, bias, _ = inputs
+    def _arguments(self, inputs: Inputs) -> _Arguments:
+        q, k, v = inputs[:3]
+        bias = inputs.bias
         if self.keys is not None:  # a new token under a window, the tail of a cache
             k, v = k[:, :, self.keys], v[:, :, self.keys]
             bias = bias[..., self.keys] if bias is not None and bias.shape[3] > 1 else bias
@@ -167,7 +177,7 @@ class _Fused(PreparedWithGradients, PreparedForSomeValues):
             hidden = (table == -torch.inf).all(dim=3, keepdim=True)
             fully_masked_queries = hidden if fully_masked_queries is None else hidden | fully_masked_queries
             table = table.masked_fill(fully_masked_queries, 0)
-        return q, k, v, table, fully_masked_queries
+        return _Arguments(q, k, v, table, fully_masked_queries)
 
 
 def _magnitude(x: Tensor) -> float:

@@ -100,11 +100,14 @@ def audit(
     given: dict[str, Any] = {"layers": layers, "length": length, "conditions": conditions, "probes": probes}
     given["redraw"] = redraw or None
     arguments |= {name: value for name, value in given.items() if value is not None}
-    declared = mask if mask is not None else "causal" if loaded.mask is None else loaded.mask
+    if json:
+        arguments["progress"] = False
+    if mask is None:
+        mask = "causal" if loaded.mask is None else loaded.mask
     if seed or "seed" not in arguments:
         arguments["seed"] = seed
     with _frames_shown(traceback):
-        report = run(loaded.model, loaded.example, mask=declared, **arguments)
+        report = run(loaded.model, loaded.example, mask=mask, **arguments)
     print_report(report, json, out)
 
 
@@ -211,6 +214,7 @@ def verify(
             limit=limit,
             seed=seed,
             isolate=isolate,
+            progress=False if json else None,
         )
     report = replace(report, name=target.rpartition(":")[2])  # of what a decorator returns, the name in the file
     print_report(report, json, out)

@@ -257,7 +257,7 @@ def mask(
     lines += [drawn, ""]
     for shown in facts:
         name = f"{shown['mask']}: " if beside is not None else ""
-        causal = "causal" if shown["causal"] else "not causal: somebody sees a later position"
+        causal = "causal" if shown["causal"] else "not causal: some query sees a later position"
         lines.append(f"{remark}{name}{_count(shown)}; {causal}")
     print_result({**facts[0], "beside": facts[1]} if beside is not None else facts[0], "\n".join(lines), json)
 
@@ -269,7 +269,8 @@ def _select(mask: Any, batch: int | None, head: int | None) -> Any:
 
     if batch is None and head is None:
         return mask
-    rows, columns = (*mask.batch, 1, 1)[:2]
+    rows = mask.batch[0] if mask.batch else 1
+    columns = mask.batch[1] if len(mask.batch) > 1 else 1
     if head is None and columns > 1:
         return heads([mask.for_row(batch, h) for h in range(columns)])
     if batch is None and rows > 1:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtri.backends import GradientSource, LostSums, Prepared
-from lowtri.backends.formula import Tiles, no_gradient_of_received
+from lowtri.backends.formula import FormulaCall, no_gradient_of_received
 from lowtri.compat.torch_private import apply_function, saved_tensors_hooks
 from lowtri.errors import CallError
 from lowtri.ops.call import Call, Inputs, Result
@@ -128,7 +128,7 @@ def _by_formula(
 ) -> list[Tensor | None]:
     """The gradients of the inputs that are ``wanted``; with a graph where torch records one. ``seed``: of the dropout."""
     dtype = torch.float64 if prepared.gradient_source() is GradientSource.FORMULA else None
-    formula = Tiles(call)
+    formula = FormulaCall(call)
     recording = torch.is_grad_enabled()
 
     def results(arrays: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -149,7 +149,7 @@ def explain(
     count, nq, nk = captured.pairs
     if count * nq * nk > _MOST_PAIRS:
         raise CallError(
-            f"explain: {nq:,} queries and {nk:,} keys in {count} head{'s' * (count > 1)} have {count * nq * nk:,} pairs, "
+            f"explain: {nq:,} queries and {nk:,} keys in {count} {'head' if count == 1 else 'heads'} have {count * nq * nk:,} pairs, "
             f"more than {_MOST_PAIRS:,} that fit on a page. Fix: fewer tokens."
         )
     given = _every_head(captured.arrays, count)
@@ -178,7 +178,10 @@ def explain(
             rows = _numbered(value.shape[-2])
         else:
             rows = ("bias",) if name.startswith("b_") else labels[nk - value.shape[-2] :]
-        columns = labels if name in PAIRS else ("position",) if name == "tokens" else _numbered(value.shape[-1])
+        if name in PAIRS:
+            columns = labels
+        else:
+            columns = ("position",) if name == "tokens" else _numbered(value.shape[-1])
         without = _alone(unmasked[name]) if name in unmasked else None
         formula = captured.formulas.get(name, _FORMULAS[name]).format(**words)
         about = StepText(name, formula, _sentence(name, captured, lang, words), rows, columns, lang)
@@ -294,6 +297,9 @@ def _labels(tokens: Sequence[str] | str | None, n: int) -> tuple[str, ...]:
         raise CallError(f"explain: tokens is {tokens!r:.60}; expected one label for each key. Fix: a list of texts.")
     tokens = list(tokens)
     if len(tokens) != n:
-        shown = f", {how}: {' | '.join(map(printable, tokens[:8]))}{' | ...' * (len(tokens) > 8)}" if how else ""
+        first = [printable(token) for token in tokens[:8]]
+        if len(tokens) > 8:
+            first.append("...")
+        shown = f", {how}: {' | '.join(first)}" if how else ""
         raise CallError(f"explain: {len(tokens)} tokens for {n} keys{shown}.\nFix: a list with one label for each key.")
     return tuple(str(token) for token in tokens)

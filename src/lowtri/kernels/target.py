@@ -22,7 +22,10 @@ from lowtri.kernels.spec import Array, KernelSpec, variants_of
 from lowtri.system import sysctl_number
 
 _MACHINE = platform.machine().lower()
-_EAX, _EBX, _ECX, _EDX = range(4)
+_EAX = 0
+_EBX = 1
+_ECX = 2
+_EDX = 3
 _EXTENDED = 0x80000000
 # By leaf, subleaf and register: the bit of each feature, by LLVM's name.
 _BITS: dict[tuple[int, int, int], dict[str, int]] = {
@@ -40,7 +43,9 @@ _BITS: dict[tuple[int, int, int], dict[str, int]] = {
 }
 _OSXSAVE = 27  # in ECX of leaf 1: XGETBV may be used
 # The registers that the system must save (bits of XCR0): those of SSE and AVX; besides, of AVX-512; besides, tiles.
-_AVX, _AVX512, _AMX = 0x6, 0xE6, 0x60006
+_AVX = 0x6
+_AVX512 = 0xE6
+_AMX = 0x60006
 _SAVED = {name: _AVX for name in ("avx", "avx2", "f16c", "fma", "xsave")}
 
 _AT_HWCAP2 = 26  # the type of an entry of the auxiliary vector
@@ -55,7 +60,9 @@ def cpu_features(cpuid: Callable[[int, int], tuple[int, ...]], xgetbv: Callable[
         cpuid: (leaf, subleaf) -> EAX, EBX, ECX, EDX.
         xgetbv: the lower half of XCR0; called only where the CPU has the instruction and the system allows it.
     """
-    last, last_extended, last_subleaf = cpuid(0, 0)[_EAX], cpuid(_EXTENDED, 0)[_EAX], 0
+    last = cpuid(0, 0)[_EAX]
+    last_extended = cpuid(_EXTENDED, 0)[_EAX]
+    last_subleaf = 0
     if last >= 7:
         last_subleaf = cpuid(7, 0)[_EAX]
     saved = xgetbv() if cpuid(1, 0)[_ECX] >> _OSXSAVE & 1 else 0
@@ -65,10 +72,19 @@ def cpu_features(cpuid: Callable[[int, int], tuple[int, ...]], xgetbv: Callable[
             continue
         word = cpuid(leaf, subleaf)[register]
         for name, bit in bits.items():
-            needs = _AVX512 if name.startswith("avx512") else _AMX if name.startswith("amx") else _SAVED.get(name, 0)
+            needs = _saved_registers(name)
             if saved & needs == needs and word >> bit & 1:
                 present.add(name)
     return frozenset(present)
+
+
+def _saved_registers(name: str) -> int:
+    """The registers that the system must save where a feature is used: bits of XCR0."""
+    if name.startswith("avx512"):
+        return _AVX512
+    if name.startswith("amx"):
+        return _AMX
+    return _SAVED.get(name, 0)
 
 
 def cpu_vendor(cpuid: Callable[[int, int], tuple[int, ...]]) -> str:
@@ -125,7 +141,9 @@ def _amx_permission() -> bool:
     """Request the use of tile data for this process; old kernels of Linux, sandboxes and other systems refuse it."""
     if sys.platform != "linux" or _MACHINE != "x86_64":
         return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    arch_prctl = 158
+    request_permission = 0x1023
+    tile_data = 18
     try:
         return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
     except (OSError, AttributeError):  # a C library without it

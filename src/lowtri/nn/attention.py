@@ -163,7 +163,9 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.d_model, self.num_heads = d_model, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.mask, self.rope_theta, self.rope_scaling = as_mask(mask), rope_theta, rope_scaling
+        self.mask = as_mask(mask)
+        self.rope_theta = rope_theta
+        self.rope_scaling = rope_scaling
         sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": self.num_kv_heads}
         self.head_dim = head_size("MultiHeadAttention", head_dim, rope_theta is not None, sizes)
         if context_size is not None and not isinstance(context_size, Integral):

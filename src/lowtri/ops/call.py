@@ -51,6 +51,18 @@ class Inputs(NamedTuple):
     sinks: Any = None  # or (Hq,)
 
 
+class Sizes(NamedTuple):
+    """The sizes of a call."""
+
+    batch: int
+    heads: int  # of the queries
+    kv_heads: int
+    nq: int
+    nk: int
+    head_dim: int
+    value_dim: int
+
+
 class Options(TypedDict, total=False):
     """The keyword arguments of :func:`lowtri.attention` that change neither the return type nor the backend; for type checkers."""
 
@@ -132,10 +144,10 @@ class Call:
         return self.q.dtype
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+    def sizes(self) -> Sizes:
         """B, Hq, Hkv, Nq, Nk, D, Dv."""
         q, v = self.q.shape, self.v.shape
-        return q[0], q[1], v[1], q[2], v[2], q[3], v[3]
+        return Sizes(q[0], q[1], v[1], q[2], v[2], q[3], v[3])
 
     @property
     def group(self) -> int:

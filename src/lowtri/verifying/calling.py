@@ -19,7 +19,7 @@ from lowtri.auditing.model_under_test import parameters
 from lowtri.errors import CallError, UndecidedError
 from lowtri.extras import is_installed
 from lowtri.verifying.cases import Case
-from lowtri.verifying.definition import Call, Results
+from lowtri.verifying.definition import Problem, Results
 
 
 class CallFailed(Exception):
@@ -42,7 +42,7 @@ Keywords = dict[str, Any]
 TOP_LEFT = "is_causal=True"  # the first query is aligned with the first key
 
 
-def _options(given: Call, **names: str) -> Keywords:
+def _options(given: Problem, **names: str) -> Keywords:
     """What a case asks for besides its mask, under the names of a signature; "" is for what the mask's argument carries."""
     case, alibi = given.case, "alibi" in names and given.slopes is not None
     asked = {
@@ -63,12 +63,12 @@ def _options(given: Call, **names: str) -> Keywords:
 # How each library is called: the arguments after q, k and v, for each way to pass the mask, by its name.
 
 
-def _mask(given: Call) -> dict[str, Keywords]:
+def _mask(given: Problem) -> dict[str, Keywords]:
     options = _options(given, scale="scale", softcap="softcap", bias="bias", sinks="sinks", lse="return_lse")
     return {"": {"mask": given.case.mask} | options}
 
 
-def _sdpa(given: Call) -> dict[str, Keywords]:
+def _sdpa(given: Problem) -> dict[str, Keywords]:
     options, text = _options(given, scale="scale", heads="enable_gqa", bias=""), given.case.text
     if given.bias is not None:
         table = _library(given.q).where(given.visible, given.bias, -math.inf)
@@ -79,7 +79,7 @@ def _sdpa(given: Call) -> dict[str, Keywords]:
     return ways | ({TOP_LEFT: options | {"is_causal": True}} if text == "causal" else {})
 
 
-def _flash(given: Call) -> dict[str, Keywords]:
+def _flash(given: Problem) -> dict[str, Keywords]:
     names = {"scale": "softmax_scale", "softcap": "softcap", "alibi": "alibi_slopes", "lse": "return_attn_probs"}
     options, text = _options(given, **names), given.case.text
     if text == "full":
@@ -93,10 +93,11 @@ def _flash(given: Call) -> dict[str, Keywords]:
     raise CallFailed("not offered", f"mask {text}")
 
 
-def _flex(given: Call) -> dict[str, Keywords]:
+def _flex(given: Problem) -> dict[str, Keywords]:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    case, cap, bias, visible = given.case, given.softcap, given.bias, given.visible
+    case, visible = given.case, given.visible
+    cap, bias = given.softcap, given.bias
     options = _options(given, scale="scale", heads="enable_gqa", softcap="", bias="", lse="return_lse")
     if 0 in visible.shape:
         raise CallFailed("not offered", "zero sizes")
@@ -116,7 +117,7 @@ def _flex(given: Call) -> dict[str, Keywords]:
     return {"": options}
 
 
-SIGNATURES: dict[str, Callable[[Call], dict[str, Keywords]]] = {
+SIGNATURES: dict[str, Callable[[Problem], dict[str, Keywords]]] = {
     "mask": _mask,
     "sdpa": _sdpa,
     "flash": _flash,
@@ -139,7 +140,7 @@ class Calls(Protocol):
     no_gradient: dict[str, str]
     noted: list[CallFailed]
 
-    def results(self, call: Call, dtype: torch.dtype) -> list[tuple[str, Results]]: ...
+    def results(self, problem: Problem, dtype: torch.dtype) -> list[tuple[str, Results]]: ...
 
 
 @dataclass
@@ -147,7 +148,7 @@ class Caller:
     """Calls a function with the arrays of one library."""
 
     attend: Callable[..., Any]
-    arguments: Callable[[Call], dict[str, Keywords]]  # one of SIGNATURES, or of a signature of the user's
+    arguments: Callable[[Problem], dict[str, Keywords]]  # one of SIGNATURES, or of a signature of the user's
     arrays: str  # "torch", "numpy" or "jax"
     device: str  # of torch tensors
     gradients: bool  # whether gradients are computed
@@ -156,17 +157,17 @@ class Caller:
     no_gradient: dict[str, str] = field(default_factory=dict)  # why a gradient is not offered, by its input
     noted: list[CallFailed] = field(default_factory=list)  # what is wrong with the last results, which can be compared
 
-    def results(self, call: Call, dtype: torch.dtype) -> list[tuple[str, Results]]:
+    def results(self, problem: Problem, dtype: torch.dtype) -> list[tuple[str, Results]]:
         """For each way to pass the mask its name, and output, log-sum-exp and gradients, float64 and (B, H, N, D).
 
         Raises:
             CallFailed: if there is nothing to compare.
         """
         self.noted = []
-        arrays = {name: self._array(getattr(call, name), dtype, call.case.layout) for name in "qkv"}
-        arrays |= {name: self._array(getattr(call, name), dtype) for name in ("visible", "bias", "sinks")}
-        given = replace(call, **arrays, slopes=self._array(call.slopes, torch.float32))
-        names = ("q", "k", "v", "sinks", *(("bias",) if call.slopes is None else ()))  # which may have a gradient
+        arrays = {name: self._array(getattr(problem, name), dtype, problem.case.layout) for name in "qkv"}
+        arrays |= {name: self._array(getattr(problem, name), dtype) for name in ("visible", "bias", "sinks")}
+        given = replace(problem, **arrays, slopes=self._array(problem.slopes, torch.float32))
+        names = ("q", "k", "v", "sinks", *(("bias",) if problem.slopes is None else ()))  # which may have a gradient
         inputs = {name: arrays[name] for name in names if arrays[name] is not None}
         before = {name: _float64(x) for name, x in inputs.items()}
         results = []
@@ -176,11 +177,11 @@ class Caller:
             for name, x in inputs.items():
                 if not torch.equal(_float64(x).nan_to_num(7.0), before[name].nan_to_num(7.0)):
                     raise CallFailed("wrong", f"it changed its argument {name}", "changes its arguments")
-            results.append((way, self._checked(call, dtype, *made)))
+            results.append((way, self._checked(problem, dtype, *made)))
         return results
 
     def _call(
-        self, given: Call, inputs: dict[str, Any], way: str, dtype: torch.dtype
+        self, given: Problem, inputs: dict[str, Any], way: str, dtype: torch.dtype
     ) -> tuple[Any, Any, dict[str, Any]]:
         """The output, the rest of what was returned, and gradients by name."""
 
@@ -209,7 +210,7 @@ class Caller:
         grads = torch.autograd.grad(output, list(leaves.values()), d_output, allow_unused=True)
         return output, rest, dict(zip(leaves, grads, strict=True))
 
-    def _checked(self, call: Call, dtype: torch.dtype, output: Any, rest: Any, grads: dict[str, Any]) -> Results:
+    def _checked(self, problem: Problem, dtype: torch.dtype, output: Any, rest: Any, grads: dict[str, Any]) -> Results:
         """What a call returned, as float64 tensors."""
         if not hasattr(output, "dtype") or not hasattr(output, "shape"):
             kind = "None" if output is None else type(output).__name__
@@ -217,25 +218,25 @@ class Caller:
         results = {"output": self._transposed(_float64(output))}
         if (returned := _library(output).__name__.split(".")[0]) != self.arrays:
             raise CallFailed("wrong library", f"it returned an array of {returned} for arrays of {self.arrays}")
-        if results["output"].shape != call.d_output.shape:
-            expected = tuple(self._transposed(call.d_output).shape)
+        if results["output"].shape != problem.d_output.shape:
+            expected = tuple(self._transposed(problem.d_output).shape)
             words = f"its output is {tuple(output.shape)}; expected {expected}"
             raise CallFailed("wrong", words, _wrong_shape(tuple(output.shape), expected, self.tokens_first))
         name, expected_name = (str(x).removeprefix("torch.") for x in (output.dtype, dtype))
         if name != expected_name:
             kinds = f"{name} for inputs of {expected_name}"
             self.noted = [CallFailed("wrong", f"its output is {kinds}", f"returns {kinds}")]
-        if call.case.lse:
+        if problem.case.lse:
             results["lse"] = _float64(rest[0]) if rest else torch.zeros(())
-            if results["lse"].shape != call.d_output.shape[:3]:
-                shape, expected = tuple(rest[0].shape) if rest else "not returned", tuple(call.d_output.shape[:3])
+            if results["lse"].shape != problem.d_output.shape[:3]:
+                shape, expected = tuple(rest[0].shape) if rest else "not returned", tuple(problem.d_output.shape[:3])
                 words = f"its log-sum-exp is {shape}; expected {expected}, as the second result"
                 raise CallFailed("wrong", words, "returns no log-sum-exp" if not rest else "returns another shape")
         for name, grad in grads.items():
             if grad is not None:
                 results[f"gradient of {name}"] = self._transposed(_float64(grad)) if name in "qkv" else _float64(grad)
             elif name in "qkv":
-                results[f"gradient of {name}"] = torch.zeros_like(getattr(call, name))
+                results[f"gradient of {name}"] = torch.zeros_like(getattr(problem, name))
             else:
                 self.no_gradient[f"gradient of {name}"] = "its output does not depend on it for autograd"
         return results

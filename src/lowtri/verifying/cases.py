@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtri.masks import Mask, keys, table
 from lowtri.masks import mask as mask_of
-from lowtri.verifying.definition import Call
+from lowtri.verifying.definition import Problem
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Case:
             return mask_of("causal") & keys(real if self.b > 1 else real[0])
         return mask_of(text)
 
-    def draw(self, dtype: torch.dtype) -> Call:
+    def draw(self, dtype: torch.dtype) -> Problem:
         """The call, with numbers that are rounded to a dtype and given as float64; NaN and infinity included."""
         source = torch.Generator().manual_seed(self.seed)
 
@@ -125,11 +125,24 @@ class Case:
         if self.numbers.endswith("queries"):
             q = torch.where(self.visible.any(-1)[..., None], q, garbage)
         d_output = normal(self.b, self.hq, self.nq, self.dv)
-        q, k, v, d_output = (x.to(dtype).double() for x in (q, k, v, d_output))
-        bias, sinks = (None if x is None else x.to(dtype).double() for x in (bias, sinks))
-        scale = 1 / math.sqrt(self.d) if self.scale is None else self.scale
-        kv_heads = torch.arange(self.hq) // (self.hq // self.hkv)
-        return Call(self, q, k, v, self.visible, scale, self.softcap, bias, sinks, slopes, d_output, kv_heads)
+
+        def rounded(x: Tensor) -> Tensor:
+            return x.to(dtype).double()
+
+        return Problem(
+            case=self,
+            q=rounded(q),
+            k=rounded(k),
+            v=rounded(v),
+            visible=self.visible,
+            scale=1 / math.sqrt(self.d) if self.scale is None else self.scale,
+            softcap=self.softcap,
+            bias=None if bias is None else rounded(bias),
+            sinks=None if sinks is None else rounded(sinks),
+            slopes=slopes,
+            d_output=rounded(d_output),
+            kv_heads=torch.arange(self.hq) // (self.hq // self.hkv),
+        )
 
     @property
     def is_finite(self) -> bool:

@@ -17,7 +17,7 @@ Results = dict[str, Tensor]  # "output", "lse", and "gradient of q" and so on
 
 
 @dataclass(frozen=True)
-class Call:
+class Problem:
     """softmax(cap(scale q k^T) + bias) v over visible keys.
 
     A custom ``signature`` function gets one whose arrays are of the callable's library.

@@ -17,16 +17,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lowtri.errors import CallError
 from lowtri.verifying.calling import Caller, CallFailed
-from lowtri.verifying.definition import Call, Results
+from lowtri.verifying.cases import Case
+from lowtri.verifying.definition import Problem, Results
 
 _LOADING = 5.0  # seconds more for the first call of each worker, which loads libraries and compiles
 _SPARE = 60.0  # seconds beyond the limits of its calls that a case may take before its process is ended
+
+
+class _Request(NamedTuple):
+    """What a worker computes."""
+
+    arrays: str  # of which library
+    case: Case
+    dtype: torch.dtype
+    gradients: bool
 
 
 class ChildProcess:
@@ -77,7 +87,7 @@ class ChildProcess:
         """A caller with the arrays of one library, whose calls are made in the child process."""
         return IsolatedCaller(self, arrays, self._make(arrays).gradients)
 
-    def ask(self, *request: Any) -> Any:
+    def ask(self, request: _Request) -> Any:
         """The worker's answer to a request.
 
         Raises:
@@ -105,10 +115,10 @@ class IsolatedCaller:
     no_gradient: dict[str, str] = field(default_factory=dict)
     noted: list[CallFailed] = field(default_factory=list)
 
-    def results(self, call: Call, dtype: torch.dtype) -> list[tuple[str, Results]]:
+    def results(self, problem: Problem, dtype: torch.dtype) -> list[tuple[str, Results]]:
         """As :meth:`Caller.results`."""
-        case = replace(call.case)  # without what it has computed
-        results, no_gradient, self.noted = self.child.ask(self.arrays, case, dtype, self.gradients)
+        case = replace(problem.case)  # without what it has computed
+        results, no_gradient, self.noted = self.child.ask(_Request(self.arrays, case, dtype, self.gradients))
         self.no_gradient.update(no_gradient)
         if isinstance(results, CallFailed):
             raise results
@@ -144,15 +154,15 @@ def _work(connection: Connection, make: Callable[[str], Caller]) -> None:
     """Answer requests; the end of the connection is an EOFError, which ends the process."""
     callers: dict[str, Caller] = {}
     while True:
-        arrays, case, dtype, gradients = pickle.loads(connection.recv_bytes())
+        request: _Request = pickle.loads(connection.recv_bytes())
         is_first = not callers
-        caller = callers.setdefault(arrays, make(arrays))
+        caller = callers.setdefault(request.arrays, make(request.arrays))
         limit = caller.limit
         caller.limit += _LOADING if is_first else 0.0
-        caller.gradients = gradients
+        caller.gradients = request.gradients
         results: list[tuple[str, Results]] | CallFailed
         try:
-            results = caller.results(case.draw(dtype), dtype)
+            results = caller.results(request.case.draw(request.dtype), request.dtype)
         except CallFailed as error:
             results = error
         caller.limit = limit

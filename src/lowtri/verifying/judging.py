@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from lowtri.verifying.cases import Case
-from lowtri.verifying.definition import Call, Results
-from lowtri.verifying.mistakes import MISTAKES, ROUNDINGS, wrong_calls
-from lowtri.verifying.report import Finding
+from lowtri.verifying.definition import Problem, Results
+from lowtri.verifying.mistakes import MISTAKES, ROUNDINGS, wrong_problems
+from lowtri.verifying.report import Difference
 
 _EPS32 = torch.finfo(torch.float32).eps  # scores are float32 or wider
 drawn = lru_cache(maxsize=256)(Case.draw)  # of all cases in four dtypes, for the next function that is verified
 
 
 class Expected(NamedTuple):
-    """A call, what the definition gives for it, and how far a result may be from that."""
+    """A problem, what the definition gives for it, and how far a result may be from that."""
 
-    call: Call
-    clean: Call  # with 0 for NaN and inf that no query sees
+    problem: Problem
+    clean: Problem  # with 0 for NaN and inf that no query sees
     exact: Results
     tolerances: dict[str, tuple[float, float]]  # by result, of the greatest error and the root of the mean square
 
@@ -34,19 +34,21 @@ class Expected(NamedTuple):
 @lru_cache(maxsize=256)
 def expected(case: Case, dtype: torch.dtype, top_left: bool, gradients: bool) -> Expected:
     """``top_left``: of the call whose causal mask is aligned with the first key."""
-    call = drawn(case, dtype)
+    problem = drawn(case, dtype)
     if top_left:
-        call = replace(call, visible=torch.ones(case.nq, case.nk, dtype=torch.bool).tril().expand(case.visible.shape))
-    clean = replace(call, q=torch.where(call.visible.any(-1)[..., None], call.q, 0.0))
+        problem = replace(
+            problem, visible=torch.ones(case.nq, case.nk, dtype=torch.bool).tril().expand(case.visible.shape)
+        )
+    clean = replace(problem, q=torch.where(problem.visible.any(-1)[..., None], problem.q, 0.0))
     if case.numbers != "NaN seen late":
-        seen = call.visible.any(2).any(1)[:, None, :, None]
-        clean = replace(clean, k=torch.where(seen, call.k, 0.0), v=torch.where(seen, call.v, 0.0))
+        seen = problem.visible.any(2).any(1)[:, None, :, None]
+        clean = replace(clean, k=torch.where(seen, problem.k, 0.0), v=torch.where(seen, problem.v, 0.0))
     exact = clean.results(gradients)
-    return Expected(call, clean, exact, _tolerances(clean, exact, dtype))
+    return Expected(problem, clean, exact, _tolerances(clean, exact, dtype))
 
 
 @dataclass(frozen=True)
-class Trial:
+class Comparison:
     """One call that was made; ``name`` is that of its case, and of the way to pass the mask where a case has several."""
 
     expected: Expected
@@ -56,12 +58,12 @@ class Trial:
 
     @property
     def case(self) -> Case:
-        return self.expected.call.case
+        return self.expected.problem.case
 
     @cached_property
-    def findings(self) -> list[Finding]:
+    def differences(self) -> list[Difference]:
         """The results that differ from the definition by more than rounding."""
-        findings = []
+        differences = []
         for what, (most, rms) in self.expected.tolerances.items():
             if what not in self.actual:
                 continue
@@ -72,8 +74,8 @@ class Trial:
             if wrong.any():
                 position = tuple(int(i) for i in torch.unravel_index(error.where(wrong, -1.0).argmax(), error.shape))
                 values = (float(x[position]) for x in (self.expected.exact[what], self.actual[what]))
-                findings.append(
-                    Finding(
+                differences.append(
+                    Difference(
                         self.name,
                         self.dtype,
                         _where(what, wrong),
@@ -84,7 +86,7 @@ class Trial:
                         values=_in_words(*values),
                     )
                 )
-        return findings
+        return differences
 
     def explain(self, with_one_of: Iterable[str] = (), results: Iterable[str] = ()) -> dict[str, float]:
         """The mistakes that reproduce all results, each with the part of the difference that remains (0: rounding alone).
@@ -94,22 +96,22 @@ class Trial:
             results: which are compared; by default all but the gradients of bias and sinks, and none of the gradients where
                 inputs are NaN, since those of the wrong formula are NaN then, too.
         """
-        call, tolerances = self.expected.call, self.expected.tolerances
+        problem, tolerances = self.expected.problem, self.expected.tolerances
         compared = [
             what for what in (results or self.actual) if what in tolerances and what[-4:] not in ("bias", "inks")
         ]
-        if not call.finite:
+        if not problem.finite:
             compared = [what for what in compared if not what.startswith("gradient")]
         gradients = any(what.startswith("gradient") for what in compared)
         remaining: dict[str, float] = {}
-        for right in [call] if call.finite else [call, self.expected.clean]:
-            for name, wrong in _wrong_calls(right, set(with_one_of)):
+        for right in [problem] if problem.finite else [problem, self.expected.clean]:
+            for name, wrong in _wrong_problems(right, set(with_one_of)):
                 rest = self._remaining(wrong, wrong.results(gradients), compared)
                 if rest < 0.5:
                     remaining[name] = min(remaining.get(name, 1.0), rest)
         return remaining
 
-    def _remaining(self, wrong: Call, predicted: Results, compared: list[str]) -> float:
+    def _remaining(self, wrong: Problem, predicted: Results, compared: list[str]) -> float:
         """The part of the differences that a wrong formula does not explain: 0 for rounding alone, 1 for all."""
         exact, tolerances = self.expected.exact, self.expected.tolerances
         if wrong.weights_in is not None or wrong.sums_in is not None:
@@ -124,7 +126,7 @@ class Trial:
             explains |= bool((_error(self.actual[what], exact[what]) > allowed).any())
         return 0.0 if shows and explains else 1.0
 
-    def _remaining_of_rounding(self, wrong: Call, predicted: Tensor, exact: Tensor, most: float) -> float:
+    def _remaining_of_rounding(self, wrong: Problem, predicted: Tensor, exact: Tensor, most: float) -> float:
         """For mistakes of precision: errors that are small, in most of the numbers, and independent of their sign."""
         error, moved = self.actual["output"] - exact, _error(predicted, exact)
         if not (moved > most).any() or not 0 < _rms(moved) < math.inf:
@@ -142,18 +144,18 @@ class Trial:
         return 0.4 if 1 / 3 < _rms(error) / _rms(moved) < 3 else 1.0  # another order of keys errs elsewhere by as much
 
 
-def _wrong_calls(call: Call, with_one_of: set[str]) -> Iterator[tuple[str, Call]]:
+def _wrong_problems(problem: Problem, with_one_of: set[str]) -> Iterator[tuple[str, Problem]]:
     """The calls with one mistake, or with two of which one is among the given; and their names."""
     if not with_one_of:
-        yield from ((name, wrong) for name in MISTAKES for wrong in wrong_calls(name, call))
+        yield from ((name, wrong) for name in MISTAKES for wrong in wrong_problems(name, problem))
         return
     for one, other in itertools.combinations([name for name in MISTAKES if name not in ROUNDINGS], 2):
         if {one, other} & with_one_of:
-            for wrong in wrong_calls(one, call):
-                yield from ((f"{one} and {other}", both) for both in wrong_calls(other, wrong))
+            for wrong in wrong_problems(one, problem):
+                yield from ((f"{one} and {other}", both) for both in wrong_problems(other, wrong))
 
 
-def _tolerances(call: Call, exact: Results, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+def _tolerances(problem: Problem, exact: Results, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     """For each result twice the plain formula's own greatest error in this dtype, plus two units of the greatest number; and
     1.5 times its root of the mean square, plus one unit.
 
@@ -161,7 +163,7 @@ def _tolerances(call: Call, exact: Results, dtype: torch.dtype) -> dict[str, tup
     is computed three times, with keys and features in other orders, and with scores moved by two units: the error of one order is
     chance, and a kernel that folds the scale into a power of two rounds each score up to three times more.
     """
-    case, eps = call.case, torch.finfo(dtype).eps
+    case, eps = problem.case, torch.finfo(dtype).eps
     wide, half = torch.promote_types(dtype, torch.float32), dtype in (torch.bfloat16, torch.float16)
     greatest: dict[str, float] = defaultdict(float)
     rms: dict[str, float] = defaultdict(float)
@@ -170,12 +172,12 @@ def _tolerances(call: Call, exact: Results, dtype: torch.dtype) -> dict[str, tup
         keys, features = (torch.randperm(n, generator=source) for n in (case.nk, case.d))
         rounding = 1 + units * _EPS32 * torch.randn(case.nk, 1, generator=source, dtype=torch.float64).sign()
         plain = replace(
-            call,
-            q=call.q[..., features].to(dtype),
-            k=(call.k * rounding)[:, :, keys][..., features].to(dtype),
-            v=call.v[:, :, keys].to(dtype),
-            visible=call.visible[..., keys],
-            bias=None if call.bias is None else call.bias[..., keys].to(dtype),
+            problem,
+            q=problem.q[..., features].to(dtype),
+            k=(problem.k * rounding)[:, :, keys][..., features].to(dtype),
+            v=problem.v[:, :, keys].to(dtype),
+            visible=problem.visible[..., keys],
+            bias=None if problem.bias is None else problem.bias[..., keys].to(dtype),
             weights_in=dtype if half else None,
         ).results("gradient of q" in exact, wide)
         for what, x in plain.items():
@@ -192,7 +194,9 @@ def _tolerances(call: Call, exact: Results, dtype: torch.dtype) -> dict[str, tup
     allowed = {}
     gradients = torch.cat([torch.zeros(1), *(x.flatten() for what, x in exact.items() if what.startswith("gradient"))])
     for what in greatest:  # the terms of a sum have the size of v, or of all gradients
-        terms = gradients if what.startswith("gradient") else call.v if what == "output" else exact[what]
+        terms = problem.v if what == "output" else exact[what]
+        if what.startswith("gradient"):
+            terms = gradients
         unit = _EPS32 if what == "lse" and dtype != torch.float64 else eps
         smallest = torch.finfo(dtype).tiny * (1 if half else 4 * eps)  # dot products of bf16 take denormal numbers as 0
         if half and what == "lse":  # the weights that are summed may be rounded to the dtype
@@ -221,8 +225,13 @@ def _in_words(exact: float, actual: float) -> str:
     """What was expected and what came, where their difference is no number."""
     if math.isfinite(exact) and math.isfinite(actual):
         return ""
-    expected, got = ("NaN" if math.isnan(x) else repr(x) if x == 0 else f"{x:.4g}" for x in (exact, actual))
-    return f"expected {expected}, got {got}"
+    return f"expected {_number(exact)}, got {_number(actual)}"
+
+
+def _number(x: float) -> str:
+    if math.isnan(x):
+        return "NaN"
+    return repr(x) if x == 0 else f"{x:.4g}"
 
 
 def _indexes(name: str, indexes: list[int], size: int) -> str:

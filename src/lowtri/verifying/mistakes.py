@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtri.verifying.definition import Call
+from lowtri.verifying.definition import Problem
 
 Changes = list[dict[str, Any]]
 
@@ -23,11 +23,11 @@ _TILES = (16, 32, 64, 128)  # keys in a tile of common kernels
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def wrong_calls(name: str, call: Call) -> Iterator[Call]:
-    """The calls with a mistake that differ from ``call``."""
-    for changes in MISTAKES[name](call):
-        if any(_differ(getattr(call, field), value) for field, value in changes.items()):
-            yield replace(call, **changes)
+def wrong_problems(name: str, problem: Problem) -> Iterator[Problem]:
+    """The problems with a mistake that differ from ``problem``."""
+    for changes in MISTAKES[name](problem):
+        if any(_differ(getattr(problem, field), value) for field, value in changes.items()):
+            yield replace(problem, **changes)
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -36,12 +36,12 @@ def _differ(one: Any, other: Any) -> bool:
     return bool(one is not other and one != other)
 
 
-def _top_left(call: Call) -> Changes:
+def _top_left(problem: Problem) -> Changes:
     """The first query is aligned with the first key; right is the last query with the last key."""
-    n = max(call.case.nq, call.case.nk)
-    if 0 in (call.case.nq, call.case.nk):
+    n = max(problem.case.nq, problem.case.nk)
+    if 0 in (problem.case.nq, problem.case.nk):
         return []
-    return [{"visible": replace(call.case, nq=n, nk=n).visible[:, :, : call.case.nq, : call.case.nk]}]
+    return [{"visible": replace(problem.case, nq=n, nk=n).visible[:, :, : problem.case.nq, : problem.case.nk]}]
 
 
 def _shifted(visible: Tensor, by: int) -> Tensor:
@@ -51,87 +51,98 @@ def _shifted(visible: Tensor, by: int) -> Tensor:
     return moved
 
 
-def _too_wide(call: Call) -> Changes:
-    if not call.case.nk:
+def _too_wide(problem: Problem) -> Changes:
+    if not problem.case.nk:
         return []
-    left, right = (_shifted(call.visible, by) for by in (-1, 1))
-    return [{"visible": call.visible | more} for more in (left, right, left | right)]
+    left, right = (_shifted(problem.visible, by) for by in (-1, 1))
+    return [{"visible": problem.visible | more} for more in (left, right, left | right)]
 
 
-def _too_narrow(call: Call) -> Changes:
-    if not call.case.nk or call.case.text in ("causal", "full"):
+def _too_narrow(problem: Problem) -> Changes:
+    if not problem.case.nk or problem.case.text in ("causal", "full"):
         return []
-    count = call.visible.sum(-1, keepdim=True)
+    count = problem.visible.sum(-1, keepdim=True)
     whole = count == count.max()  # rows whose window does not reach beyond the text
-    oldest = whole & (call.visible.cumsum(-1) == 1)
-    newest = whole & (call.visible.flip(-1).cumsum(-1) == 1).flip(-1)
-    kept = (~oldest, ~newest, _shifted(call.visible, -1), _shifted(call.visible, 1))
-    return [{"visible": call.visible & keys} for keys in kept]
+    oldest = whole & (problem.visible.cumsum(-1) == 1)
+    newest = whole & (problem.visible.flip(-1).cumsum(-1) == 1).flip(-1)
+    kept = (~oldest, ~newest, _shifted(problem.visible, -1), _shifted(problem.visible, 1))
+    return [{"visible": problem.visible & keys} for keys in kept]
 
 
-def _forgets(*parts: str, leaving: str = "full") -> Callable[[Call], Changes]:
+def _forgets(*parts: str, leaving: str = "full") -> Callable[[Problem], Changes]:
     """A mistake that forgets the parts of the mask that begin so."""
 
-    def changes(call: Call) -> Changes:
-        text = call.case.text
+    def changes(problem: Problem) -> Changes:
+        text = problem.case.text
         terms = [text] if text.startswith("heads") else text.split(" & ")
         kept = [term for term in terms if not term.startswith(parts)]
-        return [] if kept == terms else [{"visible": call.case.visible_under(" & ".join(kept) or leaving)}]
+        return [] if kept == terms else [{"visible": problem.case.visible_under(" & ".join(kept) or leaving)}]
 
     return changes
 
 
-def _bias_ignored(call: Call) -> Changes:
+def _bias_ignored(problem: Problem) -> Changes:
     """Also one that is used only where it is -inf."""
-    if call.bias is None:
+    if problem.bias is None:
         return []
-    return [{"bias": torch.zeros_like(call.bias)}, {"bias": torch.where(call.bias == -math.inf, call.bias, 0.0)}]
+    return [
+        {"bias": torch.zeros_like(problem.bias)},
+        {"bias": torch.where(problem.bias == -math.inf, problem.bias, 0.0)},
+    ]
 
 
-MISTAKES: dict[str, Callable[[Call], Changes]] = {  # of several that explain equally many calls, the first is named
-    "NaN from hidden keys": lambda call: [{"contained": False}],  # a weight of 0 times NaN is NaN
+MISTAKES: dict[str, Callable[[Problem], Changes]] = {  # of several that explain equally many calls, the first is named
+    "NaN from hidden keys": lambda problem: [{"contained": False}],  # a weight of 0 times NaN is NaN
     "top-left alignment": _top_left,
     "window one too wide": _too_wide,
     "window one too narrow": _too_narrow,
     # True means hidden in torch.nn.MultiheadAttention, and visible in scaled_dot_product_attention.
-    "last key of each tile missing": lambda call: [
-        {"visible": call.visible & (torch.arange(call.case.nk) % tile != tile - 1)} for tile in _TILES
+    "last key of each tile missing": lambda problem: [
+        {"visible": problem.visible & (torch.arange(problem.case.nk) % tile != tile - 1)} for tile in _TILES
     ],
-    "keys after the last whole tile missing": lambda call: [
-        {"visible": call.visible & (torch.arange(call.case.nk) < call.case.nk // tile * tile)} for tile in _TILES
+    "keys after the last whole tile missing": lambda problem: [
+        {"visible": problem.visible & (torch.arange(problem.case.nk) < problem.case.nk // tile * tile)}
+        for tile in _TILES
     ],
-    "mask inverted": lambda call: [{"visible": ~call.visible}],
-    "mask ignored": lambda call: [{"visible": torch.ones_like(call.visible)}],
+    "mask inverted": lambda problem: [{"visible": ~problem.visible}],
+    "mask ignored": lambda problem: [{"visible": torch.ones_like(problem.visible)}],
     "window missing": _forgets("window(", "band("),
     "documents leak": _forgets("documents("),
     "padding seen": _forgets("padding", leaving="causal"),
-    "scale missing": lambda call: [{"scale": 1.0}, {"scale": 1 / math.sqrt(call.case.d)}],  # or scale= is ignored
-    "scale applied twice": lambda call: [{"scale": call.scale**2}, {"scale": call.scale / math.sqrt(call.case.d)}],
-    # Query head h reads key/value head h % Hkv; right is h // group.
-    "grouped heads interleaved": lambda call: [{"kv_heads": torch.arange(call.case.hq) % call.case.hkv}],
-    "sinks ignored": lambda call: [{"sinks": None}],
-    "key/value heads in another order": lambda call: [
-        {"kv_heads": heads} for heads in (call.kv_heads.flip(0), call.kv_heads.roll(1), call.kv_heads.roll(-1))
+    "scale missing": lambda problem: [{"scale": 1.0}, {"scale": 1 / math.sqrt(problem.case.d)}],  # or scale= is ignored
+    "scale applied twice": lambda problem: [
+        {"scale": problem.scale**2},
+        {"scale": problem.scale / math.sqrt(problem.case.d)},
     ],
-    "softcap missing": lambda call: [{"softcap": None}],
-    "softcap before the scale": lambda call: [{"cap_of": "products"}] if call.softcap else [],
-    "softcap after the mask's bias": lambda call: [{"cap_of": "sum"}] if call.softcap and call.bias is not None else [],
+    # Query head h reads key/value head h % Hkv; right is h // group.
+    "grouped heads interleaved": lambda problem: [{"kv_heads": torch.arange(problem.case.hq) % problem.case.hkv}],
+    "sinks ignored": lambda problem: [{"sinks": None}],
+    "key/value heads in another order": lambda problem: [
+        {"kv_heads": heads} for heads in (problem.kv_heads.flip(0), problem.kv_heads.roll(1), problem.kv_heads.roll(-1))
+    ],
+    "softcap missing": lambda problem: [{"softcap": None}],
+    "softcap before the scale": lambda problem: [{"cap_of": "products"}] if problem.softcap else [],
+    "softcap after the mask's bias": lambda problem: (
+        [{"cap_of": "sum"}] if problem.softcap and problem.bias is not None else []
+    ),
     # Hidden scores of -inf become -c, and exp(-c) is no weight of 0; with a bias, it is added after the cap or before it.
-    "softcap after the mask": lambda call: (
-        [{"hidden": "capped", "cap_of": what} for what in ("scores", "sum")] if call.softcap else []
+    "softcap after the mask": lambda problem: (
+        [{"hidden": "capped", "cap_of": what} for what in ("scores", "sum")] if problem.softcap else []
     ),
     "bias ignored": _bias_ignored,
-    "bias scaled": lambda call: [] if call.bias is None else [{"bias_scale": call.scale}],  # added before the scale
+    "bias scaled": lambda problem: (
+        [] if problem.bias is None else [{"bias_scale": problem.scale}]
+    ),  # added before the scale
     # A query that sees nothing then sees everything, and scores below -1e9 are less than those of hidden keys.
-    "hidden as -1e9": lambda call: [{"hidden": "replaced"}, {"hidden": "added"}],
-    "empty rows not zero": lambda call: [{"empty": math.nan}],
-    "probabilities in half precision": lambda call: [
+    "hidden as -1e9": lambda problem: [{"hidden": "replaced"}, {"hidden": "added"}],
+    "empty rows not zero": lambda problem: [{"empty": math.nan}],
+    "probabilities in half precision": lambda problem: [
         {"weights_in": dtype, "normalised": normalised} for dtype in _HALF for normalised in (True, False)
     ],
-    "sums in half precision": lambda call: [{"sums_in": dtype} for dtype in _HALF],  # after each key
-    "lse in base 2": lambda call: [{"lse_base": 2.0}],
-    "lse of unscaled scores": lambda call: [{"lse_scaled": False}],
-    "gradients not summed over groups": lambda call: (
-        [{"group": group} for group in ("first", "last", "mean")] if call.case.hkv < call.case.hq else []
+    "sums in half precision": lambda problem: [{"sums_in": dtype} for dtype in _HALF],  # after each key
+    "lse in base 2": lambda problem: [{"lse_base": 2.0}],
+    "lse of unscaled scores": lambda problem: [{"lse_scaled": False}],
+    "gradients not summed over groups": lambda problem: (
+        [{"group": group} for group in ("first", "last", "mean")] if problem.case.hkv < problem.case.hq else []
     ),
 }

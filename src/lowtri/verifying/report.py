@@ -37,7 +37,7 @@ def _agree(n: int) -> str:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Difference:
     """One result that is not what the definition gives.
 
     Attributes:
@@ -94,7 +94,7 @@ class VerifyReport:
     name: str
     arrays: str
     results: Mapping[str, Mapping[str, str]]
-    findings: tuple[Finding, ...]
+    findings: tuple[Difference, ...]
     mistakes: tuple[str, ...]
     not_offered: Mapping[str, str]
     stopped: str | None = None
@@ -111,7 +111,7 @@ class VerifyReport:
         return sum(status == "right" for each in self.results.values() for status in each.values())
 
     @property
-    def wrong(self) -> tuple[Finding, ...]:
+    def wrong(self) -> tuple[Difference, ...]:
         """The findings that no sentence documents."""
         return tuple(finding for finding in self.findings if not finding.known)
 
@@ -152,7 +152,9 @@ class VerifyReport:
     @property
     def exit_code(self) -> int:
         """0: right, 1: wrong, or right for finite inputs alone, 3: could not decide."""
-        return 1 if self.wrong else 0 if self.decided else 3
+        if self.wrong:
+            return 1
+        return 0 if self.decided else 3
 
     @property
     def message(self) -> str:
@@ -241,7 +243,7 @@ class VerifyReport:
 
     def _parts(self, picture: str) -> list[str]:
         """The verdict, a table with a row for each mistake and case, what is not offered, and the picture."""
-        rows: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+        rows: dict[tuple[str, str], list[Difference]] = defaultdict(list)
         for finding in self.findings:
             rows[finding.mistake or finding.where, finding.case].append(finding)
         parts = [f"<h1>{html_text(self.message)}</h1>"]

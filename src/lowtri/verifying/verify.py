@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 
 from lowtri.errors import CallError
+from lowtri.progress import ProgressLine
 from lowtri.verifying.calling import TOP_LEFT, CallFailed, Calls, caller_of, maker_of, name_of
 from lowtri.verifying.cases import CASES, Case
 from lowtri.verifying.isolation import ChildProcess
-from lowtri.verifying.judging import Trial, drawn, expected
+from lowtri.verifying.judging import Comparison, drawn, expected
 from lowtri.verifying.mistakes import MISTAKES, ROUNDINGS
-from lowtri.verifying.report import Finding, VerifyReport
+from lowtri.verifying.report import Difference, VerifyReport
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SMALLER = 24  # calls to find the smallest case that shows an unexplained difference
@@ -37,6 +39,7 @@ def verify(
     limit: float = 60.0,
     seed: int = 0,
     isolate: bool = False,
+    progress: bool | None = None,
 ) -> VerifyReport:
     """Whether a function computes masked attention; where it does not, which well-known mistake it makes.
 
@@ -58,7 +61,7 @@ def verify(
         signature: how it is called. "mask": ``attend(q, k, v, mask, ...)`` with arrays (B, H, N, D) and a lowtri mask;
             "sdpa": torch's arguments; "flash": flash-attn's, with arrays (B, N, H, D); "flex": FlexAttention's. Or a function
             ``call(attend, given)`` that makes the call and returns the output (B, H, N, D), or (output, lse); ``given`` is
-            :class:`lowtri.verifying.definition.Call`. It raises NotImplementedError for what cannot be expressed.
+            :class:`lowtri.verifying.definition.Problem`. It raises NotImplementedError for what cannot be expressed.
         dtypes: of "float32", "bfloat16", "float16", "float64"; default: the first three, of which those count that it takes.
         device: where torch tensors lie.
         gradients: whether gradients are compared, too.
@@ -68,6 +71,7 @@ def verify(
         seed: of the random numbers.
         isolate: whether calls are made in a child process, so that a segmentation fault or an exit is a difference with its case.
             What the function prints goes to stderr then, and torch has one thread. Needs os.fork.
+        progress: whether to show progress on stderr; by default only if stderr is a terminal.
 
     Raises:
         CallError: if an argument is wrong, or ``attend`` takes no arrays at all.
@@ -88,9 +92,11 @@ def verify(
             make = stack.enter_context(ChildProcess(here, limit)).caller
         _check_device(device)  # after the fork: a process that has used CUDA cannot be forked
         run = _Verification(caller_of(attend, make, names), dict(differences or {}))
-        for dtype in names:
-            for case in chosen:
-                run.try_case(case, dtype)
+        line = stack.enter_context(ProgressLine("verify", progress))
+        for number, (dtype, case) in enumerate(itertools.product(names, chosen), start=1):
+            line.show(f"{number} of {len(names) * len(chosen)}, {case.name}, {dtype}")
+            run.try_case(case, dtype)
+        line.show("which mistakes explain the differences")
         findings = run.findings()
     undocumented: Counter[str] = Counter()
     for finding in findings:
@@ -115,10 +121,9 @@ class _Verification:
     def __init__(self, caller: Calls, known: Mapping[str, str]) -> None:
         self.caller, self.known = caller, known
         self.status: dict[tuple[Case, str], str] = {}  # of each case and dtype, as the report has it
-        self.trials: list[Trial] = []  # the calls that gave a wrong result
+        self.comparisons: list[Comparison] = []  # the calls that gave a wrong result
         self.failures: list[tuple[Case, str, CallFailed]] = []  # the calls that gave none
         self.notes: list[tuple[Case, str, CallFailed]] = []  # what is wrong with results beside their numbers
-        self.repeated: set[Case] = set()  # the cases that were called twice
         self.undocumented: set[tuple[Case, str]] = (
             set()
         )  # cases and dtypes with a difference that no sentence documents
@@ -132,13 +137,10 @@ class _Verification:
             self.status[case, dtype] = "not tried"
             return
         try:
-            trials = self._trials(case, dtype)
-            notes = list(self.caller.noted)
-            if case not in self.repeated:
-                self.repeated.add(case)
-                notes += self._compare_runs(trials, case, dtype)
-            wrong = [trial for trial in trials if trial.findings]
-            self.trials += wrong
+            comparisons = self._comparisons(case, dtype)
+            notes = [*self.caller.noted, *self._compare_runs(comparisons, case, dtype)]
+            wrong = [comparison for comparison in comparisons if comparison.differences]
+            self.comparisons += wrong
             self.notes += [(case, dtype, note) for note in notes]
             self.status[case, dtype] = "wrong" if wrong or notes else "right"
         except CallFailed as error:
@@ -149,12 +151,12 @@ class _Verification:
             elif error.status == "timeout":
                 self.stopped = f"{case.name}, {dtype}: {error}; the cases after it were not tried"
 
-    def _compare_runs(self, trials: Sequence[Trial], case: Case, dtype: str) -> list[CallFailed]:
+    def _compare_runs(self, comparisons: Sequence[Comparison], case: Case, dtype: str) -> list[CallFailed]:
         """What to note where a second call of a case does not give the same bits."""
         kind = getattr(torch, dtype)
         again = self.caller.results(drawn(case, kind), kind)
-        for trial, (_, second) in zip(trials, again, strict=True):
-            for what, x in trial.actual.items():
+        for comparison, (_, second) in zip(comparisons, again, strict=True):
+            for what, x in comparison.actual.items():
                 if not torch.equal(x.nan_to_num(7.0), second[what].nan_to_num(7.0)):
                     size = float((x - second[what]).abs().nan_to_num(0.0).max())
                     words = f"two equal calls differ by {size:.2g} in the {what}"
@@ -162,12 +164,14 @@ class _Verification:
                     return [CallFailed("wrong", words, "differs from run to run")]
         return []
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[Difference]:
         """What differs, with the mistakes that explain it; afterwards ``status`` and ``not_offered`` are complete."""
         failed = {(case, dtype) for case, dtype, _ in self.failures}
         tried = [key for key, status in self.status.items() if status != "not tried" and key not in failed]
         offered = {feature for case, dtype in tried for feature in (*case.features, dtype)}
-        once: dict[tuple[str, ...], Finding] = {}  # what cannot be compared is said once, with the number of its cases
+        once: dict[
+            tuple[str, ...], Difference
+        ] = {}  # what cannot be compared is said once, with the number of its cases
         for case, dtype, error in self.failures + self.notes:
             missing, words = {*case.features, dtype} - offered, str(error)
             if error.status == "raised" and missing:
@@ -176,43 +180,43 @@ class _Verification:
             elif error.status not in ("timeout", "not offered"):
                 words = f"it raised {words}" if error.status in ("raised", "crashed") else words
                 known = self._known(case, dtype, case.name, error.mistake)
-                one = Finding(case.name, dtype, words, mistake=error.mistake, known=known, cases=0)
+                one = Difference(case.name, dtype, words, mistake=error.mistake, known=known, cases=0)
                 case_name = case.name if error.status == "ended" else ""  # each of these is worth its line
                 key = (error.mistake or words, dtype, known, case_name)
                 first = once.setdefault(key, one)
                 once[key] = replace(first, cases=first.cases + 1)
         findings = list(once.values())
-        for trial, mistake in zip(self.trials, self._mistakes(), strict=True):
-            known = self._known(trial.case, trial.dtype, trial.case.name, trial.name, mistake)
+        for comparison, mistake in zip(self.comparisons, self._mistakes(), strict=True):
+            known = self._known(comparison.case, comparison.dtype, comparison.case.name, comparison.name, mistake)
             findings += [
-                replace(one, mistake=mistake, where=mistake or one.where, known=known) for one in trial.findings
+                replace(one, mistake=mistake, where=mistake or one.where, known=known) for one in comparison.differences
             ]
         for i, one in enumerate(findings):
             if not one.mistake and one.difference is not None and not one.known:
-                trial = min((t for t in self.trials if t.name == one.case), key=_pairs)
-                findings[i] = replace(one, where=f"{one.where}; smallest case: {self._smallest(trial)}")
+                comparison = min((t for t in self.comparisons if t.name == one.case), key=_pairs)
+                findings[i] = replace(one, where=f"{one.where}; smallest case: {self._smallest(comparison)}")
                 break
         return findings
 
-    def _trials(self, case: Case, dtype: str) -> list[Trial]:
+    def _comparisons(self, case: Case, dtype: str) -> list[Comparison]:
         """The calls of a case; without gradients from the first one on that has no backward pass."""
         kind = getattr(torch, dtype)
-        call = drawn(case, kind)
+        problem = drawn(case, kind)
         try:
-            results = self.caller.results(call, kind)
+            results = self.caller.results(problem, kind)
         except CallFailed as error:
             if error.status != "raised" or self.has_gradients or not (self.caller.gradients and case.gradients):
                 raise
             self.caller.gradients = False
             try:
-                results = self.caller.results(call, kind)
+                results = self.caller.results(problem, kind)
             except CallFailed:
                 self.caller.gradients = True
                 raise
             self.not_offered["gradients"] = str(error)
         self.has_gradients |= any("gradient of q" in actual for _, actual in results)
         return [
-            Trial(
+            Comparison(
                 expected(case, kind, way == TOP_LEFT, "gradient of q" in actual),
                 dtype,
                 f"{case.name} ({way})" if way else case.name,
@@ -223,7 +227,7 @@ class _Verification:
 
     def _mistakes(self) -> list[str]:
         """For each wrong call, of the mistakes that explain it, the one that explains most calls; "" for none."""
-        matches = [trial.explain() for trial in self.trials]
+        matches = [comparison.explain() for comparison in self.comparisons]
         chosen: dict[int, str] = {}
         while votes := Counter(name for i, names in enumerate(matches) if i not in chosen for name in names):
             best = max(votes, key=lambda name: (votes[name], -list(MISTAKES).index(name)))
@@ -233,8 +237,8 @@ class _Verification:
             chosen |= {i: best for i, names in enumerate(matches) if i not in chosen and best in names}
         singles = list(dict.fromkeys(chosen.values())) or _FREQUENT
         unexplained = [i for i in range(len(matches)) if i not in chosen]
-        for i in sorted(unexplained, key=lambda i: _pairs(self.trials[i]))[:_PAIRED]:
-            if pairs := self.trials[i].explain(singles) or self.trials[i].explain(results=["output"]):
+        for i in sorted(unexplained, key=lambda i: _pairs(self.comparisons[i]))[:_PAIRED]:
+            if pairs := self.comparisons[i].explain(singles) or self.comparisons[i].explain(results=["output"]):
                 chosen[i] = min(pairs, key=pairs.__getitem__)
         return [chosen.get(i, "") for i in range(len(matches))]
 
@@ -246,14 +250,14 @@ class _Verification:
         self.status[case, dtype] = "wrong" if (case, dtype) in self.undocumented else "documented"
         return known
 
-    def _smallest(self, trial: Trial) -> str:
+    def _smallest(self, comparison: Comparison) -> str:
         """The sizes of the smallest case that still differs."""
-        case, calls = trial.case, 0
+        case, calls = comparison.case, 0
         candidates = case.smaller()
         while candidates and calls < _SMALLER:
             smaller, calls = candidates.pop(0), calls + 1
             try:
-                if any(one.findings for one in self._trials(smaller, trial.dtype)):
+                if any(one.differences for one in self._comparisons(smaller, comparison.dtype)):
                     case, candidates = smaller, smaller.smaller()
             except CallFailed:  # another kind of failure shows less
                 continue
@@ -261,8 +265,8 @@ class _Verification:
         return f"{sizes}, mask {case.text}"
 
 
-def _pairs(trial: Trial) -> int:
-    return trial.expected.call.visible.numel()
+def _pairs(comparison: Comparison) -> int:
+    return comparison.expected.problem.visible.numel()
 
 
 def _check_device(device: str) -> None:
@@ -319,7 +323,8 @@ def _cases(cases: str | Iterable[str] | None) -> list[Case]:
 def _dtypes(dtypes: Sequence[str] | None) -> list[str]:
     if dtypes is not None and not isinstance(dtypes, Iterable):
         raise CallError(f"verify: dtypes={dtypes!r:.60}; expected {', '.join(DTYPES)}.\nFix: one or more of these.")
-    given = DTYPES[:3] if dtypes is None else [dtypes] if isinstance(dtypes, str) else dtypes
+    given = DTYPES[:3] if dtypes is None else dtypes
+    given = [given] if isinstance(given, str) else given
     names = [str(one).removeprefix("torch.") for one in given]
     unknown = [name for name in names if name not in DTYPES]
     if unknown or not names:
