@@ -15,7 +15,7 @@ from lowtri.backends.cpu import launch
 def small_calls_use_all_threads() -> Iterator[None]:
     """Tests of several threads compute small calls, which run on one thread elsewhere, as in processes that a test starts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "GRAIN", 1)
+        patch.setattr(launch, "WORK_PER_THREAD", 1)
         yield
 
 

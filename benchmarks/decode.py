@@ -12,6 +12,7 @@ A ring is the cache of a window with four sinks, whose newest keys overwrite the
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import statistics
 import time
@@ -23,8 +24,9 @@ import torch
 
 import lowtri
 from lowtri.backends.cpu import launch
-from lowtri.backends.cpu.launch import Launch
 from lowtri.benching import facts, headline, read
+from lowtri.dispatch.prepared import PREPARED
+from lowtri.kernels import library
 from lowtri.kernels import threads as teams
 from lowtri.system import last_cache_bytes
 
@@ -40,21 +42,25 @@ class KernelTime:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = 0.0
         self.clock = clock
-        self._launch = Launch.__init__
-        self._run_team = launch.run_team  # type: ignore[attr-defined]
+        self._code = library.code
+        self._run_team = teams.run_team
 
     def __enter__(self) -> KernelTime:
-        def prepared(prepared_launch: Any, *args: Any, **options: Any) -> None:
-            self._launch(prepared_launch, *args, **options)
-            prepared_launch._call = self._timed(prepared_launch._call)
-
-        Launch.__init__ = prepared  # type: ignore[method-assign, assignment]
+        PREPARED.clear()  # calls prepared before have code that is not timed
+        launch.code = library.code = self._timed_code  # type: ignore[attr-defined, assignment]
         launch.run_team = teams.run_team = self._timed(self._run_team)  # type: ignore[attr-defined]
         return self
 
     def __exit__(self, *error: object) -> None:
-        Launch.__init__ = self._launch  # type: ignore[method-assign]
+        PREPARED.clear()
+        launch.code = library.code = self._code  # type: ignore[attr-defined]
         launch.run_team = teams.run_team = self._run_team  # type: ignore[attr-defined]
+
+    def _timed_code(self, name: str) -> Any:
+        """The machine code of a function, whose calls from Python are timed."""
+        timed = copy.copy(self._code(name))
+        timed.call = self._timed(timed.call)
+        return timed
 
     def _timed(self, run: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: Any) -> None:

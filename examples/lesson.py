@@ -1,9 +1,10 @@
-# %% [markdown]
-# # Masked self-attention, step by step
-#
-# The lesson as a notebook: every number is computed here. It runs as a script (`python examples/lesson.py`), opens as a
-# notebook in editors that know `# %%`, and `python examples/notebook.py examples/lesson.py lesson.ipynb` converts it. With
-# `--lang id`, `th` or `zh` the script speaks another language.
+"""The lesson as a program of cells: every number is computed here.
+
+    python examples/lesson.py --lang id                                    # a script that prints it; en, id, th or zh
+    python examples/notebook.py examples/lesson.py lesson.ipynb --lang id  # as a notebook, its sentences as text cells
+
+It opens as a notebook in editors that know `# %%`, too.
+"""
 
 # %%
 import math
@@ -25,53 +26,32 @@ def say(*keys):
     print(f"\n{title}\n{'=' * len(title)}", *others, sep="\n")
 
 
-# %% [markdown]
-# ## What the mask is for
-#
-# A language model predicts each token from the tokens before it. In training the whole text is there; the mask hides from
-# position i everything after it.
+say("title")
 
 # %%
 say("why.title", "why.p1", "why.p2")
-print(lowtri.causal().draw(4, tokens="The black cat <end>", ticks=True))
-
-# %% [markdown]
-# ## The mask is a matrix, and exp(-inf) = 0
-#
-# 0 is added where the query may see the key, -inf where it may not. A hidden key adds exp(-inf) = 0 to the sum of softmax.
+words = texts(LANG)["sentence.cat"].split(" ")
+print(lowtri.causal().draw(len(words), tokens=words, ticks=True))
 
 # %%
 say("matrix.title", "matrix.p1")
 print(lowtri.causal().draw(4, numbers=True))
 print([math.exp(score) for score in (2.0, 0.0, -10.0, -math.inf)])
 
-# %% [markdown]
-# ## From a sentence to the output
-#
-# The worked example: three tokens with two numbers each, and three maps drawn under seed 42.
-
 # %%
 say("steps.title", "bench.made.p")
 torch.manual_seed(42)
 module = lowtri.plain.MaskedSelfAttention(d_model=2)
 x = [[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]
-steps = lowtri.explain(module, x, tokens="Write a poem", mask="causal", lang=LANG)
+steps = lowtri.explain(module, x, tokens=texts(LANG)["sentence.example"].split(" "), mask="causal", lang=LANG)
 print(steps)
 assert np.allclose(steps["weights"][1], [0.3606, 0.6394, 0], atol=6e-5)
-
-# %% [markdown]
-# Why does row 2 of the weights not change when word 3 does? It is made of query 2 and keys 1 and 2.
 
 # %%
 say("quiz.q1", "quiz.a1")
 other = lowtri.explain(module, [*x[:2], [-3.0, 5.0]], mask="causal")
 assert np.array_equal(other["weights"][:2], steps["weights"][:2])
 assert not np.array_equal(other["weights"].unmasked[:2], steps["weights"].unmasked[:2])
-
-# %% [markdown]
-# ## Additive, boolean, fused
-#
-# Three ways to write the same attention.
 
 # %%
 say("forms.title", "forms.p1")
@@ -83,11 +63,6 @@ fused = scaled_dot_product_attention(q, k, v, is_causal=True)
 ours = lowtri.attention(q, k, v, "causal")
 print(max(float((form - ours).abs().max()) for form in (additive, boolean, fused)))
 
-# %% [markdown]
-# ## Training in one pass, generation token by token
-#
-# With a key/value cache no mask is needed: what the mask would hide is not there yet. Both give the same output.
-
 # %%
 say("forcing.title", "forcing.p1", "cache.p1")
 cache, rows = lowtri.KVCache("causal"), []
@@ -95,43 +70,34 @@ for t in range(10):
     rows.append(cache.attend(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1]))
 assert torch.allclose(torch.cat(rows, 2), ours, atol=1e-5)
 
-# %% [markdown]
-# ## Windows, sinks, documents, prefixes
-
 # %%
 say("patterns.title", "patterns.p1")
 for text in (
+    "causal",
     "causal & window(3)",
     "causal & (window(2) | first(1))",
     "causal & documents(lengths=[2, 6])",
     "causal | first(3)",
 ):
     mask = lowtri.mask(text)
-    print(f"{text}: {mask.pairs(8, 8)} of 64 pairs\n{mask.draw(8)}\n")
-
-# %% [markdown]
-# ## Traps
-#
-# True means two things; float16 has no -1e9; a row that sees nothing.
+    print(f"{text}: {mask.pairs(8, 8)} / 64\n{mask.draw(8)}\n")
 
 # %%
-say("traps.title", "traps.p1")
+say("traps.1", "traps.1.p")
 lower = torch.ones(4, 4, dtype=torch.bool).tril()
 assert lowtri.table(lower) == lowtri.hidden(~lower)
-print(torch.tensor(-1e9).half())
-print(torch.softmax(torch.full((2,), -math.inf), 0), lowtri.attention(*torch.randn(3, 2, 4), ~lowtri.full()))
-
-# %% [markdown]
-# ## Which of these peeks?
-#
-# The audit changes each input, and records which outputs move.
 
 # %%
-say("quiz.title", "notebook.audit")
+say("quiz.q3", "quiz.a3")
+print(torch.tensor(-1e9).half())
+
+# %%
+say("traps.4", "traps.4.p")
+print(torch.softmax(torch.full((2,), -math.inf), 0), lowtri.attention(*torch.randn(3, 2, 4), ~lowtri.full()))
+
+# %%
+say("gallery.title", "notebook.audit")
 torch.manual_seed(0)
 layer = torch.nn.Linear(8, 8)
-print(
-    lowtri.audit(
-        lambda x: layer(x - x.mean(1, keepdim=True)), torch.randn(2, 9, 8), mask="causal", progress=False
-    ).message
-)
+report = lowtri.audit(lambda x: layer(x - x.mean(1, keepdim=True)), torch.randn(2, 9, 8), mask="causal", progress=False)
+print(report.message)

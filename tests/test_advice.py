@@ -222,8 +222,8 @@ CASES = {
     ),
     "a batch of masks": Advice(
         lambda: lowtri.attention(Q[1], K[1], V[1], lowtri.documents(ROWS)),
-        "mask.at(row)",
-        lambda: lowtri.attention(Q[1], K[1], V[1], lowtri.documents(ROWS).at(1)),
+        "mask.for_row(row)",
+        lambda: lowtri.attention(Q[1], K[1], V[1], lowtri.documents(ROWS).for_row(1)),
         lowtri.attention(Q, K, V, lowtri.documents(ROWS))[1],
     ),
     "more queries than keys": Advice(

@@ -25,7 +25,7 @@ from lowtri.benching import (
     TimedElsewhere,
     facts,
     headline,
-    in_turns,
+    interleaved,
     measure,
     medians,
     sdpa,
@@ -53,7 +53,7 @@ LIBRARIES = ["torch.nn.functional.scaled_dot_product_attention", "torch.nn.Multi
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit that takes a moment, and no more rounds than asked for."""
     monkeypatch.setattr(benching, "multiply", partial(benching.multiply, repeats=10))
-    monkeypatch.setattr(benching, "in_turns", partial(in_turns, seconds=0))
+    monkeypatch.setattr(benching, "interleaved", partial(interleaved, seconds=0))
     monkeypatch.setattr(measured, "_TURNS", 2)
 
 
@@ -95,7 +95,7 @@ def test_copies_of_keys_and_values_rotate() -> None:
 def test_implementations_run_interleaved_at_least_as_often_as_given() -> None:
     order = []
     calls = {name: lambda name=name: order.append(name) or len(order) for name in ("ours", "torch", "ceiling")}
-    taken = in_turns(calls, rounds=7, seconds=0)
+    taken = interleaved(calls, rounds=7, seconds=0)
     assert order == ["ours", "torch", "ceiling"] * 7
     assert taken["torch"] == [2, 5, 8, 11, 14, 17, 20]
 
@@ -107,9 +107,9 @@ def test_cheap_implementations_run_until_a_limit_of_time_or_of_rounds() -> None:
         now[0] += 1.0
         return 1.0
 
-    assert len(in_turns({"a": run}, rounds=7, seconds=10, clock=lambda: now[0])["a"]) == 10
-    assert len(in_turns({"a": run, "b": run}, rounds=7, seconds=10, clock=lambda: now[0])["b"]) == 7
-    assert len(in_turns({"a": lambda: 1.0}, rounds=7, seconds=10, clock=lambda: 0.0)["a"]) == 51
+    assert len(interleaved({"a": run}, rounds=7, seconds=10, clock=lambda: now[0])["a"]) == 10
+    assert len(interleaved({"a": run, "b": run}, rounds=7, seconds=10, clock=lambda: now[0])["b"]) == 7
+    assert len(interleaved({"a": lambda: 1.0}, rounds=7, seconds=10, clock=lambda: 0.0)["a"]) == 51
 
 
 def test_a_turn_repeats_a_task_for_as_long_as_asked() -> None:
@@ -130,9 +130,9 @@ def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def scripted(timed_calls, rounds):
         assert list(timed_calls) == [OURS, SDPA, CEILING]
         fake = {name: lambda name=name: next(seconds[name]) * (3 if name == SDPA else 1) for name in seconds}
-        return in_turns({**fake, CEILING: lambda: 1.0}, rounds, 0)
+        return interleaved({**fake, CEILING: lambda: 1.0}, rounds, 0)
 
-    monkeypatch.setattr(benching, "in_turns", scripted)
+    monkeypatch.setattr(benching, "interleaved", scripted)
     (row,) = measure([SMALL])
     assert row.figures[OURS].seconds == 2.0 and row.figures[SDPA].seconds == 6.0
     assert row.figures[OURS].runs == 7 and row.times(SDPA) == 3.0
@@ -195,7 +195,7 @@ def test_another_process_times_itself() -> None:
 # The limit of the CPU.
 
 
-@pytest.mark.parametrize("pairs", [False, True] if ISA.has_pairs else [False])
+@pytest.mark.parametrize("pairs", [False, True] if ISA.has_bf16_dot else [False])
 def test_the_limit_multiplies_correctly(pairs: bool) -> None:
     product = benching.multiply(2, pairs, repeats=1)  # (threads, rows, 64), of ones
     assert (product == (128 if pairs else 64)).all() and product.shape[0] == 2

@@ -57,6 +57,15 @@ def test_the_doctor_names_amx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert words in capsys.readouterr().out
 
 
+def test_the_doctor_says_that_pairs_are_slower_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOWTRI_ISA", raising=False)
+    report = doctor.examine(measure=False)
+    report["kernels"] |= {"bf16_pairs": False, "features": ["avx512bf16"]}
+    assert "dot products of bf16 pairs no (this CPU has them, but computes float32 faster)" in doctor.as_text(report)
+    report["kernels"] |= {"features": []}
+    assert "dot products of bf16 pairs no\n" in doctor.as_text(report)
+
+
 def test_the_doctor_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "_READ_BYTES", 2**20)
     assert main(["doctor", "--json"]) == 0

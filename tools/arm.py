@@ -112,8 +112,7 @@ class Job(NamedTuple):
 
 # The longest first: each runs on one core, and none is left running alone at the end.
 JOBS = (
-    # onnx is not among the wheels.
-    Job("dispatch", ("tests/dispatch", "--ignore=tests/dispatch/test_onnx_operator.py")),
+    Job("dispatch", ("tests/dispatch",)),
     Job("generation", ("tests/generation",)),
     Job("contract", ("tests/kernels/contract_cases.py",)),
     Job("kernels", ("tests/kernels", *(f"--ignore={name}" for name in PROCESSES))),

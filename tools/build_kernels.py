@@ -51,7 +51,7 @@ from numba.core.registry import cpu_target
 from lowtri._version import __version__
 from lowtri.kernels import abi
 from lowtri.kernels.device import NUMBA_OPTIONS, RecordType
-from lowtri.kernels.isa import ALL, PERMISSION, Baseline
+from lowtri.kernels.isa import ALL, PERMISSION, Baseline, fastest_first
 from lowtri.kernels.library import Code, library_name, sources_hash, this_platform
 from lowtri.kernels.spec import KernelSpec, functions_of, symbol
 
@@ -329,9 +329,12 @@ def native():  # type: ignore[no-untyped-def]
         has = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present) | {PERMISSION}
     except RuntimeError:  # LLVM does not know this host
         has = frozenset()
-    able = [isa for isa in ALL if isa.runs_on(has, platform.machine().lower()) and isa.cpu != "native"]
+    # Of the CPUs with bf16 instructions that LLVM knows, AMD's are called znver.
+    vendor = "" if llvm.get_host_cpu_name().startswith("znver") else "GenuineIntel"
+    able = [isa for isa in fastest_first(vendor) if isa.runs_on(has, platform.machine().lower())]
+    able = [isa for isa in able if isa.cpu != "native"]
     able = [isa for isa in able if (isa.architecture == "aarch64") == ("neon" in (x.name for x in able))]
-    best = 2 if able[0].has_tiles else 1  # the system may refuse tiles
+    best = 2 if able[0].has_amx else 1  # the system may refuse tiles
     return [*able[:best], *able[-1:]] if len(able) > best else able
 
 

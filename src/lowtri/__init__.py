@@ -76,7 +76,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from lowtri.generation.cache import KVCache as KVCache
     from lowtri.generation.generate import generate as generate
     from lowtri.dispatch.attend import attention as attention, merge as merge, which_engine as which_engine
-    from lowtri.dispatch.operators import attention_backward as attention_backward
+    from lowtri.dispatch.backward import attention_backward as attention_backward
     from lowtri.dispatch.sdpa_compatible import scaled_dot_product_attention as scaled_dot_product_attention
     from lowtri.errors import CallError as CallError, DataError as DataError, EngineError as EngineError
     from lowtri.errors import ExtraError as ExtraError, LeakError as LeakError, LowtriError as LowtriError
@@ -101,7 +101,7 @@ _NAMES = {
         *("keys", "table", "hidden", "where", "heads"),
     ),
     "lowtri.dispatch.attend": ("attention", "merge", "which_engine"),
-    "lowtri.dispatch.operators": ("attention_backward",),
+    "lowtri.dispatch.backward": ("attention_backward",),
     "lowtri.ops.distance_bias": ("DistanceBias", "alibi", "distance_bias"),
     "lowtri.dispatch.sdpa_compatible": ("scaled_dot_product_attention",),
     "lowtri.generation.cache": ("KVCache",),

@@ -2,7 +2,7 @@
 
 Implementations run interleaved in one process, so that other load on the machine affects all of them equally; medians count.
 Outputs are compared before anything is timed. The limit of the machine is measured in the same rounds: how fast the CPU
-multiplies, which is only the kernels' register tile, on operands that stay in the L1 cache.
+multiplies, which is only the kernels' register block, on operands that stay in the L1 cache.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def seconds_of(task: Callable[[], object], clock: Clock = time.perf_counter, rep
     return (clock() - start) / repeats
 
 
-def in_turns(
+def interleaved(
     timed_calls: Mapping[str, Callable[[], float]],
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
@@ -92,7 +92,7 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Call each once a round, in their order, for at least so many rounds and so many seconds.
 
-    >>> in_turns({"one": lambda: 1.0, "two": lambda: 2.0}, rounds=2, seconds=0)
+    >>> interleaved({"one": lambda: 1.0, "two": lambda: 2.0}, rounds=2, seconds=0)
     {'one': [1.0, 1.0], 'two': [2.0, 2.0]}
 
     Args:
@@ -113,7 +113,7 @@ def medians(
     clock: Clock = time.perf_counter,
     turn: float = 0.0,
 ) -> dict[str, float]:
-    """Median seconds of each task :func:`in_turns`, after two calls of each; a turn repeats a task for about ``turn`` seconds."""
+    """Median seconds of each task :func:`interleaved`, after two calls of each; a turn repeats a task for about ``turn`` seconds."""
     timed_calls: dict[str, Callable[[], float]] = {}
     for name, task in tasks.items():
         seconds_of(task, repeats=2)
@@ -121,7 +121,7 @@ def medians(
         if turn:
             repeats = max(1, min(_MOST_REPEATS, int(turn / max(seconds_of(task, clock), 1e-9))))
         timed_calls[name] = partial(seconds_of, task, clock, repeats)
-    return {name: statistics.median(taken) for name, taken in in_turns(timed_calls, rounds, seconds=0).items()}
+    return {name: statistics.median(taken) for name, taken in interleaved(timed_calls, rounds, seconds=0).items()}
 
 
 @contextmanager
@@ -144,11 +144,11 @@ _REPEATS = 10_000  # about 20 ms on one core
 _BLOCK = 2**16  # bytes, of the loop that reads
 
 
-def in_pairs(dtype: str) -> bool:
+def packs_bf16(dtype: str) -> bool:
     """Whether this CPU multiplies the dtype in pairs; what it does not is multiplied as float32."""
     from lowtri.kernels.target import ISA
 
-    return dtype == "bf16" and ISA.has_pairs
+    return dtype == "bf16" and ISA.has_bf16_dot
 
 
 def multiply_flops(threads: int, pairs: bool) -> int:
@@ -160,7 +160,7 @@ def multiply_flops(threads: int, pairs: bool) -> int:
 
 
 def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[Any, Any]:
-    """Run the register tile on every thread; returns the products (threads, rows, 64), so that they can be checked."""
+    """Run the register block on every thread; returns the products (threads, rows, 64), so that they can be checked."""
     from lowtri.kernels import library, target
     from lowtri.kernels import threads as teams
     from lowtri.kernels.abi import MULTIPLY, MULTIPLY_DEPTH, MULTIPLY_ROWS
@@ -174,7 +174,7 @@ def multiply(threads: int, pairs: bool, repeats: int = _REPEATS) -> np.ndarray[A
     record = np.zeros(1, MULTIPLY.dtype)
     record["scratch"] = scratch.ctypes.data
     record["repeats"] = repeats
-    spec = KernelSpec("bfloat16", "pairs", target.ISA) if pairs else KernelSpec("float32", "direct", target.ISA)
+    spec = KernelSpec("bfloat16", "bf16x2", target.ISA) if pairs else KernelSpec("float32", "direct", target.ISA)
     teams.run_team(library.code(symbol("multiply", spec)), record.ctypes.data, threads)
     return scratch[:, -MULTIPLY_ROWS * QUERIES :].reshape(threads, MULTIPLY_ROWS, QUERIES)
 
@@ -246,7 +246,7 @@ class BenchCall:
 
     def limit(self, tensors: Tensors, threads: int) -> tuple[Callable[[], object], float]:
         """What shows the limit of this CPU, and the amount of its work, in GFLOP: it only multiplies."""
-        pairs = in_pairs(self.dtype)
+        pairs = packs_bf16(self.dtype)
         return partial(multiply, threads, pairs), multiply_flops(threads, pairs) / 1e9
 
 
@@ -426,7 +426,7 @@ def _row(call: BenchCall, peers: Mapping[str, Peer], threads: int, rounds: int) 
             figures[name] = Figure(why_not=ready)
         else:
             timed_calls[name] = ready
-    taken = in_turns({**timed_calls, CEILING: partial(seconds_of, limit)}, rounds)
+    taken = interleaved({**timed_calls, CEILING: partial(seconds_of, limit)}, rounds)
     for name in timed_calls:
         median = statistics.median(taken[name])
         if median > 0:

@@ -56,13 +56,13 @@ def examine(measure: bool = True, progress: Callable[[str], None] = lambda _: No
     index = library.index()
     report["kernels"] = {
         "target": isa.name,
-        "rows": isa.tile[0],
-        "vectors": isa.tile[1],
+        "rows": isa.register_block[0],
+        "vectors": isa.register_block[1],
         "lanes": 16,
         "fma": isa.has_fma,
-        "bf16_pairs": isa.has_pairs,
+        "bf16_pairs": isa.has_bf16_dot,
         "amx": target.HAS_AMX,
-        "tiles": isa.has_tiles,
+        "tiles": isa.has_amx,
         "float16": isa.has_float16,
         "features": sorted(target.features()),
     }
@@ -94,7 +94,7 @@ def _speed() -> dict[str, float]:
         "attention": (lambda: benching.run(attend, tensors), call.amount),
         "read": (lambda: benching.read(address, _READ_BYTES, 1), _READ_BYTES / 1e9),
     }
-    if benching.in_pairs("bf16"):
+    if benching.packs_bf16("bf16"):
         tasks["multiply_bf16"] = (lambda: benching.multiply(1, True), benching.multiply_flops(1, True) / 1e9)
     with benching.torch_threads(1):
         seconds = benching.medians({name: task for name, (task, _) in tasks.items()})
@@ -118,10 +118,10 @@ def as_text(report: dict[str, Any]) -> str:
     lines = [("versions", packages), ("cpu", machine), ("threads", threads)]
     if kernels is not None:
         source = " (set by LOWTRI_ISA)" if os.environ.get("LOWTRI_ISA") else ""
-        tile = f"{kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
+        block = f"{kernels['rows']} x {kernels['vectors']}, rows x vectors of {kernels['lanes']} floats"
         lines += [
-            ("target", f"{kernels['target']}{source}: a register tile of {tile}"),
-            ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_yes(kernels['bf16_pairs'])}"),
+            ("target", f"{kernels['target']}{source}: a register block of {block}"),
+            ("", f"fma {_yes(kernels['fma'])}, dot products of bf16 pairs {_pairs(kernels)}"),
             ("", f"AMX (tiles of bf16) {_yes(kernels['amx'])}{_amx_use(kernels)}"),
         ]
     if built is not None and built["stale"]:
@@ -144,6 +144,12 @@ def as_text(report: dict[str, Any]) -> str:
 
 def _yes(answer: bool) -> str:
     return "yes" if answer else "no"
+
+
+def _pairs(kernels: dict[str, Any]) -> str:
+    if kernels["bf16_pairs"] or "avx512bf16" not in kernels["features"] or os.environ.get("LOWTRI_ISA"):
+        return _yes(kernels["bf16_pairs"])
+    return "no (this CPU has them, but computes float32 faster)"
 
 
 def _amx_use(kernels: dict[str, Any]) -> str:

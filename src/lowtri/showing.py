@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import in_numpy, is_tensor, why_not_plain
-from lowtri.masks.tile import shown
+from lowtri.masks.tile import short_repr
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.grids import MAX_CELLS, Grid, Panel, beside_one_another, levels, picture, shades
 from lowtri.pictures.masks import cells_of, token_labels
@@ -198,10 +198,12 @@ def show(
     weights = _checked(weights)
     heads, nq, nk = (int(n) for n in weights.shape)
     if isinstance(head, bool) or not isinstance(head, int | np.integer) or not 0 <= head < heads:
-        raise CallError(f"show: there is no head {shown(head)} among {heads}. Fix: head from 0 to {heads - 1}.")
+        raise CallError(f"show: there is no head {short_repr(head)} among {heads}. Fix: head from 0 to {heads - 1}.")
     allowed = None if mask is None else as_mask(mask)
     if allowed is not None and (allowed.batch[:1] not in ((), (1,)) or allowed.batch[1:] not in ((), (1,), (heads,))):
-        raise CallError(f"show: the mask has the batch {allowed.batch}, the weights {heads} heads. Fix: mask.at(b, h).")
+        raise CallError(
+            f"show: the mask has the batch {allowed.batch}, the weights {heads} heads. Fix: mask.for_row(b, h)."
+        )
     keys, queries = token_labels("show", CallError, nq, nk, tokens, query_tokens)
     if max(nq, nk) > MAX_CELLS:
         keys = queries = ()
@@ -255,7 +257,7 @@ def pool(weights: Any, head: int, most: int = MAX_CELLS, mask: Mask | None = Non
     for i, start in enumerate(starts):
         every = -(-min(step, nq - start) // rows_read)  # evenly spaced queries
         values[i] = _summed(weights[head, start : min(start + step, nq) : every], step).mean(0)
-    visible = None if mask is None else cells_of(mask.at(0, head), nq, nk, step)
+    visible = None if mask is None else cells_of(mask.for_row(0, head), nq, nk, step)
     return Cells(values, visible, step, rows_read)
 
 

@@ -39,7 +39,7 @@ def described(
 def on_gpu(mask: Any, *, n: int = 4096, **options: Any) -> Call:
     """The description of a long call as if its tensors were on a GPU; no tensor of this size is made."""
     call, _ = described(mask, n=n, device="cpu", **options)
-    return replace(call, device="cuda", opaque="q is a Tensor whose data does not lie in memory as it is")
+    return replace(call, device="cuda", why_unreadable="q is a Tensor whose data does not lie in memory as it is")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_choice_on_a_gpu(mask: Any, options: dict[str, Any], expected: str) -> None:
     call = on_gpu(mask, **options)
     name = choose(call, "auto")
-    choice = explain_choice(call, name, None, by_name=False)
+    choice = explain_choice(call, name, None, engine_was_named=False)
     assert name == expected, choice
     assert choice.answers[name] == f"yes: {choice.reason}"
     assert choice.answers["cpu"] == "no: the tensors are on cuda"
@@ -100,7 +100,7 @@ def test_other_devices_numpy_and_transforms() -> None:
     assert flex.supports(replace(call, device="meta")) == "the tensors are on meta"
     transformed = replace(call, transformation="inside a transform of torch.func")
     assert "inside a transform" in (flex.supports(transformed) or "")
-    assert flex.supports(replace(call, opaque="q is a FakeTensor or a view")) == "the tensors are fake"
+    assert flex.supports(replace(call, why_unreadable="q is a FakeTensor or a view")) == "the tensors are fake"
     meta = torch.zeros(1, 1, 8, 16, device="meta")
     assert lowtri.which_engine(meta, meta, meta, "causal").answers["flex"] == "no: the tensors are on meta"
 

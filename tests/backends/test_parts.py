@@ -105,7 +105,7 @@ def test_gradients_on_many_threads(mask: str, dtype: str) -> None:
 def test_the_memory_of_64_threads_is_at_most_three_times_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the arrays and the scratch memory that the backward asks for: 8 heads of 4,096 tokens."""
     asked: list[int] = []
-    new, memory = launch.ArrayLayout.new, launch._Memory
+    new, memory = launch.KernelArrays.new, launch._Memory
 
     def counted(self: Any, shape: Any, *rest: Any) -> Any:
         make = new(self, shape, *rest)
@@ -121,7 +121,7 @@ def test_the_memory_of_64_threads_is_at_most_three_times_that_of_one(monkeypatch
         asked.append(size)
         return memory(size)
 
-    monkeypatch.setattr(launch.ArrayLayout, "new", counted)
+    monkeypatch.setattr(launch.KernelArrays, "new", counted)
     monkeypatch.setattr(launch, "_Memory", counted_memory)
     PREPARED.clear()
     q, k, v = (torch.randn(1, 8, 4096, 64, requires_grad=True) for _ in range(3))

@@ -15,13 +15,13 @@ from lowtri.dispatch.prepared import PREPARED
 from lowtri.ops.arguments import describe
 from lowtri.ops.call import CallOptions
 
-GRAIN = 2**20
+WORK_PER_THREAD = 2**20
 
 
 @pytest.fixture(autouse=True)
 def _grain_and_threads(monkeypatch: pytest.MonkeyPatch):
     """Four threads, and the work of each as users have it; all other tests run with another."""
-    monkeypatch.setattr(launch, "GRAIN", GRAIN)
+    monkeypatch.setattr(launch, "WORK_PER_THREAD", WORK_PER_THREAD)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     PREPARED.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import xml.etree.ElementTree as ET
 from importlib.metadata import version
 from pathlib import Path
@@ -13,10 +12,8 @@ import torch
 
 import growth
 from growth import Line, Point
-from lowtri import mask
 from lowtri.benching import OURS, SDPA, facts
-from lowtri.errors import DataError, UndecidedError
-from presets import growing
+from lowtri.errors import UndecidedError
 
 
 def lines(torch_ends: str | None = None) -> list[Line]:
@@ -29,13 +26,6 @@ def lines(torch_ends: str | None = None) -> list[Line]:
 
 def texts(file: Path) -> str:
     return "\n".join("".join(one.itertext()).strip() for one in ET.parse(file).iter() if one.tag.endswith("text"))
-
-
-def test_lengths_and_masks() -> None:
-    assert growth.LENGTHS == (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
-    assert mask(growing("documents", 1024, "float32").mask) == mask("causal & documents(lengths=[512, 512])")
-    for who in growth.MASKS:
-        assert mask(growing(who, 2048, "float32").mask).pairs(1, 512) <= 512  # the newest query
 
 
 def test_both_are_measured_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +86,6 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     png = tmp_path / "growth.png"
     growth.draw(lines()[:2], machine, "float32", png)
     assert png.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(DataError, match=r"growth: --out needs matplotlib\. Fix: pip install matplotlib"):
-        growth.main(["--out", "a.svg"])
 
 
 def test_the_program_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

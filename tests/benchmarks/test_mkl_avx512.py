@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict
 from io import StringIO
 
-import pytest
 import torch
 
 import mkl_avx512
@@ -27,13 +26,3 @@ def test_the_other_process_answers_line_by_line() -> None:
         torch.set_num_threads(before)
     ready, timed, refused = (json.loads(line) for line in answers.getvalue().splitlines())
     assert ready == {"ready": True} and timed["seconds"] > 0 and "million pairs" in refused["why_not"]
-
-
-def test_without_a_compiler_nothing_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mkl_avx512.sys, "platform", "linux")
-    monkeypatch.setattr(mkl_avx512.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(mkl_avx512.shutil, "which", lambda name: None)
-    with mkl_avx512.AvxWorker(1) as closed:
-        assert closed.prepare(SMALL) == "no C compiler: cc was not found"
-    monkeypatch.setattr(mkl_avx512.sys, "platform", "darwin")
-    assert mkl_avx512.AvxWorker(1).why_not == "the preloaded library works on Linux and x86-64 only"

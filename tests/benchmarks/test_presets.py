@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 import attention
 import presets
-from lowtri import mask
 from lowtri.benching import OURS, SDPA, measure, sdpa
 from lowtri.errors import DataError
-from presets import BYTES, SHORT, TABLE, PresetCall, choose, preset
+from presets import BYTES, SHORT, TABLE, PresetCall, choose
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DECODE = PresetCall("decode", "causal", 512, 64, "float32", heads=4, kv_heads=2, label="causal")
 
 
@@ -34,13 +31,6 @@ def test_the_table_has_every_kind_once() -> None:
     assert {call.d for call in TABLE} == {64, 128}
     assert {call.n for call in TABLE if call.label == "window"} >= {512, 4096, 65_536}
     assert len(SHORT) == 9 and choose() == SHORT and choose(full=True) == TABLE
-
-
-def test_a_window_is_256_keys_and_documents_are_eight() -> None:
-    assert preset("forward", "window", 4096, 64, "bf16").mask == "window(256)"
-    assert presets.document_lengths(4096) == [512] * 8
-    assert sum(presets.document_lengths(41)) == 41
-    assert mask(preset("forward", "documents", 41, 64, "bf16").mask).dense(41).shape == (41, 41)
 
 
 def test_a_filter_takes_whole_words_and_any_of_several() -> None:

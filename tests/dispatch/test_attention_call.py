@@ -291,7 +291,7 @@ def test_masks_of_another_batch():
         attention(X, X, X, rows)
     with pytest.raises(CallError, match=r"mask has batch \(1, 3\), but q has 2 rows and 4 heads"):
         attention(X, X, X, lowtri.heads(["causal", "full", "full"]))
-    words = r"mask has batch \(3,\), but q, k and v have none\. Fix: mask\.at\(row\)"
+    words = r"mask has batch \(3,\), but q, k and v have none\. Fix: mask\.for_row\(row\)"
     for unbatched in (X[0], X[0, 0]):
         with pytest.raises(CallError, match=words):
             attention(unbatched, unbatched, unbatched, rows)

@@ -6,8 +6,6 @@ Rounding, repetition and shapes stand in test_attention_numbers.py, life in a pr
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -129,17 +127,6 @@ def test_a_query_that_sees_only_the_sink(name, dtype):
         assert all(m.isfinite().all() for m in moved) and not moved[0][:, :, [0, 4]].any(), engine
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_keys_at_all(dtype):
-    q, k, v = draw(nk=0, dtype=dtype)
-    for options in ({}, {"return_lse": True}, {"return_lse": True, "return_weights": True}):
-        for engine in able(q, k, v, "full", **options):
-            got = attention(q, k, v, "full", engine=engine, **options)
-            out, *rest = got if options else (got,)
-            assert out.shape == (2, 4, 9, 5) and not out.any()
-            assert not rest or (rest[-1] == -INF).all()
-
-
 # What is hidden.
 
 GARBAGE = (NAN, INF, -INF, 6e4)
@@ -195,16 +182,6 @@ def test_hidden_from_some_leaves_no_trace_with_them(value, dtype):
         for e, f in zip(expected, found, strict=True):
             assert near(f[:, :, :3], e[:, :, :3], dtype), engine
     assert set(able(*dirty, mask, among=TRACELESS)) >= {"reference", "formula"}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_future_token_leaves_no_trace_in_the_past(dtype):
-    clean = draw(nq=6, nk=6, dtype=dtype)
-    for value in GARBAGE:
-        dirty = tuple(torch.cat([x[:, :, :4], torch.full_like(x[:, :, 4:], value)], 2) for x in clean)
-        for engine in ("auto", *able(*dirty, "causal", among=TRACELESS)):
-            expected, found = (attention(*x, "causal", engine=engine)[:, :, :4] for x in (clean, dirty))
-            assert near(found, expected, dtype), (engine, value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -280,33 +257,6 @@ def test_a_gradient_that_is_not_finite_stays_with_its_query():
 # Windows, heads, positions.
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 9, 20])
-def test_a_window_sees_exactly_n_keys(n):
-    q, k, v = draw()
-    zero = torch.zeros_like(q)  # all scores alike: a weight is 1 / how many are seen
-    for engine in able(zero, k, v, window(n), return_weights=True):
-        weights = attention(zero, k, v, window(n), return_weights=True, engine=engine)[1]
-        seen = torch.minimum(torch.arange(1, 10), torch.tensor(n))
-        assert torch.equal((weights > 0).sum(dim=3)[0, 0], seen) and torch.allclose(weights.amax(3)[0, 0], 1 / seen), (
-            engine
-        )
-    ones = torch.eye(9).expand(2, 2, 9, 9)
-    for engine in able(zero, k, ones, window(n)):
-        seen = attention(zero, k, ones, window(n), engine=engine) > 0
-        assert torch.equal(seen[0, 0], torch.from_numpy(window(n).dense(9))), engine
-
-
-@pytest.mark.parametrize(("hq", "hkv"), [(1, 1), (6, 6), (6, 3), (6, 2), (6, 1)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_each_key_value_head_serves_neighbouring_query_heads(hq, hkv, dtype):
-    q, k, v = draw(hq=hq, hkv=hkv, dtype=dtype)
-    written_out = [x.repeat_interleave(hq // hkv, dim=1) for x in (k, v)]
-    for engine in able(q, k, v, "causal"):
-        out = attention(q, k, v, "causal", engine=engine)
-        assert near(out, attention(q, *written_out, "causal", engine=engine), dtype), engine
-        assert near(out, pair_by_pair(*map(wide, (q, k, v)), "causal")[0], dtype), engine
-
-
 positions = st.lists(st.integers(-1, 12), min_size=7, max_size=7)
 
 
@@ -325,14 +275,6 @@ def test_positions_in_any_order(data, text):
     for engine in able(q, k, v, text, q_positions=at_q, k_positions=at_k):
         out = attention(q, k, v, text, q_positions=at_q, k_positions=torch.from_numpy(at_k), engine=engine)
         assert near(out, exact, "float32"), engine
-
-
-def test_queries_stand_at_the_last_of_the_keys():
-    q, k, v = draw(nq=2, nk=9)
-    for engine in able(q, k, v, "causal"):
-        out = attention(q, k, v, "causal", engine=engine)
-        assert torch.allclose(out, attention(q, k, v, "causal", q_positions=[7, 8], engine=engine)), engine
-        assert near(out, pair_by_pair(wide(q), wide(k), wide(v), "causal")[0], "float32"), engine
 
 
 def test_queries_stand_where_the_last_keys_stand():
@@ -464,29 +406,6 @@ def test_options_alone_and_together(options, dtype):
         assert near(weights, exact[1], dtype), engine
 
 
-def test_dropout_drops_its_share_and_keeps_the_mean():
-    n, p = 512, 0.25
-    q, k, ones = torch.zeros(1, 2, n, 4), torch.zeros(1, 2, n, 4), torch.ones(1, 2, n, 1)
-    for engine in able(q, k, ones, "full", dropout=p):
-        torch.manual_seed(0)
-        out = attention(q, k, ones, "full", dropout=p, engine=engine)
-        again = attention(q, k, ones, "full", dropout=p, engine=engine)
-        assert not torch.equal(out, again), engine
-        torch.manual_seed(0)
-        assert torch.equal(out, attention(q, k, ones, "full", dropout=p, engine=engine)), engine
-        # A row's sum of n weights kept with probability 1 - p has mean 1 and this spread.
-        spread = math.sqrt(p / (1 - p) / n)
-        assert abs(out.mean() - 1) < 5 * spread / math.sqrt(2 * n) and abs(out.std() / spread - 1) < 0.15, engine
-        assert not attention(q, k, ones, "full", dropout=1.0, engine=engine).any(), engine
-    values = torch.eye(n).expand(1, 2, n, n)
-    for engine in able(q, k, values, "causal", dropout=p):
-        dropped = attention(q, k, values, "causal", dropout=p, engine=engine)[0, 0]  # the weights themselves
-        share = (dropped == 0)[torch.tril(torch.ones(n, n)) > 0].float().mean()
-        assert abs(share - p) < 0.01 and not dropped.triu(1).any(), engine
-    kept = attention(q, k, ones, "full", dropout=p, return_weights=True)[1]
-    assert torch.allclose(kept, torch.full_like(kept, 1 / n))  # weights are those before dropout
-
-
 # Engines.
 
 
@@ -551,9 +470,3 @@ def test_weights_that_cannot_fit_are_refused_at_once(engine):
             attention(one, one, one, "window(4)", return_weights=True, engine=engine)
     some = attention(x[:10], x[:900], x[:900], "window(4)", q_positions=range(10), return_weights=True, engine=engine)
     assert some[1].shape == (10, 900)
-
-
-def test_a_boolean_bias_is_refused():
-    q, k, v = draw()
-    with pytest.raises(CallError, match=r"bias is bool.*lowtri\.table\(m\) or lowtri\.hidden\(m\)"):
-        attention(q, k, v, "causal", bias=torch.ones(9, 9, dtype=torch.bool))

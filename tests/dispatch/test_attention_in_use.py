@@ -5,17 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from attention_cases import EPS, able, draw, near, with_gradients
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import lowtri
-from lowtri import attention, causal, documents, first, full, keys, window
+from lowtri import attention, causal, keys, window
 from lowtri.backends import BACKENDS
 from lowtri.backends import formula as tiles
 
@@ -109,30 +105,6 @@ def test_a_long_window_is_read_tile_by_tile():
 # Threads.
 
 
-def test_eight_threads_at_once():
-    """The same answers as alone, forward and backward, while masks, plans and engines are shared."""
-    masks = [
-        causal() & documents([0] * 40 + [1] * 60),
-        window(7),
-        full() & keys(lengths=[100, 3]),
-        causal() & (window(9) | first(2)),
-    ]
-    jobs = [(seed, mask) for mask in masks for seed in range(4)]
-
-    def answer(job):
-        seed, mask = job
-        inputs = draw(nq=100, nk=100, seed=seed)
-        found = [attention(*inputs, mask, engine=engine) for engine in able(*inputs, mask)]
-        return [*found, *with_gradients("auto", inputs, mask)[1]]
-
-    alone = [answer(job) for job in jobs]
-    fresh_masks = [(seed, lowtri.mask(repr(mask)) if "<" not in repr(mask) else mask) for seed, mask in jobs]
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(answer, fresh_masks))
-    for one, two in zip(alone, together, strict=True):
-        assert len(one) == len(two) and all(map(torch.equal, one, two))
-
-
 # Autocast, no gradient, compiled models.
 
 
@@ -196,63 +168,6 @@ def test_a_tensor_of_inference_mode_where_gradients_are_recorded(name, engine):
         attention(**inputs, mask="causal", engine=engine)
     attention(**(inputs | {name: inputs[name].clone()}), mask="causal", engine=engine).sum().backward()
     assert other.grad is not None
-
-
-class Block(nn.Module):
-    def __init__(self, mask: lowtri.Mask) -> None:
-        super().__init__()
-        self.mask, self.to_qkv, self.out = mask, nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.to_qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)  # (3, B, H, N, D)
-        return x + self.out(attention(q, k, v, self.mask).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.not_emulated
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at every tensor it meets
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.sweep)])
-def test_inside_a_compiled_model(backend):
-    """torch.compile, graph breaks allowed: the same output, gradients and steps, with more than one length."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Block(causal() & (window(5) | first(1)))
-    compiled = torch.compile(model, backend=backend)
-    for n in (8, 8, 12):
-        x = torch.randn(2, n, 16, requires_grad=True)
-        plain, fast = model(x), compiled(x)
-        assert near(fast, plain.detach(), "float32")
-        for p, f in zip(
-            *(torch.autograd.grad(y.square().sum(), [x, *model.parameters()]) for y in (plain, fast)), strict=True
-        ):
-            assert near(f, p, "float32", times=64)
-    with torch.no_grad():
-        assert near(compiled(x), model(x), "float32")
-
-
-def test_inside_a_checkpoint():
-    x = torch.randn(2, 10, 16, requires_grad=True)
-    model = Block(causal())
-    plain = torch.autograd.grad(model(x).sum(), x)[0]
-    again = torch.autograd.grad(checkpoint(model, x, use_reentrant=False).sum(), x)[0]
-    assert near(again, plain, "float32")
-
-
-def test_a_model_trains():
-    """A few steps of Adam on a copying task that only attention can do: the loss falls to nothing."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(causal() & window(2)), Block(causal()))
-    head, embed = nn.Linear(16, 8), nn.Embedding(8, 16)
-    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters(), *embed.parameters()], lr=0.02)
-    losses = []
-    for _ in range(120):
-        tokens = torch.randint(8, (16, 12))
-        logits = head(model(embed(tokens)))[:, 1:]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, :-1].flatten())  # say the token before
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > 1.9 and np.mean(losses[-5:]) < 0.4, losses[-5:]
 
 
 def test_default_dtype_and_deterministic_mode_change_nothing():

@@ -11,7 +11,7 @@ from attention_cases import ENGINES, able, draw, near, with_gradients
 from torch.autograd import gradcheck, gradgradcheck
 
 import lowtri
-from lowtri import attention, causal, documents, first, full, heads, keys, table, window
+from lowtri import attention, causal, first, full, heads, keys, table, window
 from lowtri.backends import formula as tiles
 from lowtri.backends.cpu.launch import Launch
 from lowtri.dispatch.prepared import PREPARED
@@ -322,18 +322,6 @@ def test_an_input_changed_in_place_is_noticed():
         base.detach().zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
-
-
-def test_documents_do_not_mix_in_gradients():
-    """Packed documents: gradients are those of each document alone."""
-    inputs = draw(nq=9, nk=9)
-    d_out = torch.randn(2, 4, 9, 5, generator=torch.Generator().manual_seed(1))
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    for engine in able(*leaves, causal() & documents(lengths=[4, 5])):
-        packed = with_gradients(engine, inputs, causal() & documents(lengths=[4, 5]), d_out)[1]
-        for part in (slice(0, 4), slice(4, 9)):
-            alone = with_gradients(engine, tuple(x[:, :, part] for x in inputs), "causal", d_out[:, :, part])[1]
-            assert all(near(p[:, :, part], a, "float32") for p, a in zip(packed, alone, strict=True)), engine
 
 
 def test_no_gradient_is_dropped_in_silence():

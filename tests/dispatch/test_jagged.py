@@ -38,8 +38,8 @@ def jagged(heads: int, lengths: list[int] = LENGTHS, seed: int = 0, size: int = 
 def alone(mask: Any, b: int, heads: int) -> Any:
     mask = lowtri.mask(mask)
     if len(mask.batch) < 2:
-        return mask.at(b)
-    return lowtri.heads([mask.at(b, h) for h in range(heads)])
+        return mask.for_row(b)
+    return lowtri.heads([mask.for_row(b, h) for h in range(heads)])
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

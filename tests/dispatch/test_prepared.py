@@ -354,19 +354,6 @@ def test_sinks_with_gaps_are_copied_in_each_call(as_array) -> None:
             assert (lowtri.attention(q, k, v, CAUSAL, sinks=sinks) == expected).all()
 
 
-def test_the_number_of_threads_may_change_between_calls(made) -> None:
-    call, before = cache(nk=2000), torch.get_num_threads()
-    try:
-        outputs = []
-        for threads in (1, 2, 1, 3):
-            torch.set_num_threads(threads)
-            outputs.append(lowtri.attention(*call, CAUSAL, engine="cpu"))
-        assert [one.threads for one in made] == [1, 2, 3]
-        assert torch.equal(outputs[0], outputs[2])
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("engine", ["cpu", "sdpa"])
 def test_eight_threads_at_once(engine: str) -> None:
     calls = [cache(seed, nk=300 + seed % 3) for seed in range(8)]

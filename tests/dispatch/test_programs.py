@@ -170,7 +170,7 @@ def test_a_mask_without_arrays_passes_no_list() -> None:
     """AOTInductor's packages cannot pass an empty list of tensors to an operator."""
     program = torch.export.export(Attend("causal"), tuple(inputs()))
     (node,) = (node for node in program.graph.nodes if "lowtri.attention" in str(node.target))
-    assert [] not in node.args and node.args[6] is None
+    assert [] not in node.args and node.args[7] is None
 
 
 @pytest.mark.sweep
@@ -211,8 +211,9 @@ def test_exported_for_any_length() -> None:
         assert torch.equal(program.module()(*x), module(*x))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("engine", ["cpu", "formula", "sdpa"])
-def test_torch_checks_the_operators(engine: str) -> None:
+def test_torch_checks_the_operators(engine: str, dropout: float) -> None:
     """Schema, fake rule, autograd and dynamic tracing, as torch.library.opcheck tests them."""
     q, k, v = inputs(20)
     bias, sinks = torch.randn(2, 1, 20, 20, requires_grad=True), torch.randn(4, requires_grad=True)
@@ -222,19 +223,27 @@ def test_torch_checks_the_operators(engine: str) -> None:
         k,
         v,
         *more,
+        torch.tensor(5) if dropout else None,
         "causal & documents(_0) & window(_1)",
         [IDS[:, :20]],
         [-1, 7],
-        *[None] * 5,
+        *[None] * 4,
+        dropout,
+        None,
+        engine != "sdpa",
+        engine != "sdpa",
         engine == "cpu",
         engine,
     )
     good = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
     assert torch.library.opcheck(operators._attention, arguments) == dict.fromkeys(good, "SUCCESS")
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-    output, lse = operators._attention(*plain)
+    for operator in (operators._attention_without_gradients, operators._attention_for_gradients):
+        assert torch.library.opcheck(operator, plain) == dict.fromkeys(good, "SUCCESS")
+    output, *_, lse = operators._attention_for_gradients(*plain)
     wanted = [True, True, False, engine != "sdpa", engine != "sdpa"]
-    found = torch.library.opcheck(operators._backward, (torch.ones_like(output), lse, output, lse, wanted, *plain))
+    d_results = [torch.ones_like(output), None, lse if engine == "cpu" else None]
+    found = torch.library.opcheck(operators._backward, (d_results, output, lse, wanted, *plain))
     assert found == dict.fromkeys(good, "SUCCESS")
 
 
@@ -254,26 +263,17 @@ def test_a_step_of_training_compiled(backend: str) -> None:
 
 
 @pytest.mark.sweep
-def test_calls_without_an_operator_run_outside_of_the_graph() -> None:
-    """Weights, dropout and Python formulas: a graph break, and an error where the program must be whole."""
+def test_a_python_formula_runs_outside_of_the_graph() -> None:
+    """A graph break, and an error where the program must be whole."""
     x = inputs()
-    asked: dict[str, dict[str, Any]] = {
-        "weights": {"mask": "causal", "return_weights": True},
-        "a formula": {"mask": FORMULA},
-        "dropout": {"mask": "causal", "dropout": 0.5},
-    }
-    for name, options in asked.items():
 
-        def fn(q: Any, k: Any, v: Any, options: Any = options) -> Any:
-            return attention(q, k, v, **options)
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, FORMULA)
 
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="runs outside of the graph"):
-            compiled(fn)(*x)
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        found = torch.compile(fn, backend="eager")(*x)
-        torch.manual_seed(0)
-        torch.testing.assert_close(found, fn(*x), msg=name)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="runs outside of the graph"):
+        compiled(fn)(*x)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(fn, backend="eager")(*x), fn(*x))
 
 
 @pytest.mark.sweep

@@ -71,13 +71,6 @@ def test_without_a_mask_and_causal(rank, nq, nk):
         compare(*draw(FRONTS[rank], nq, nk, ev=ev), is_causal=is_causal, scale=scale)
 
 
-def test_causal_is_aligned_at_the_top_left():
-    """torch's meaning, other than lowtri.attention's: with a cache the first of two new queries sees only key 0."""
-    q, k, v = draw((2,), 2, 5)
-    assert torch.allclose(ours(q, k, v, is_causal=True)[:, 0], v[:, 0])
-    assert not torch.allclose(lowtri.attention(q, k, v, "causal")[:, 0], v[:, 0])
-
-
 @pytest.mark.parametrize(("nq", "nk"), LENGTHS)
 @pytest.mark.parametrize("rank", FRONTS)
 def test_masks_of_every_shape(rank, nq, nk):
@@ -146,14 +139,6 @@ def test_dropout():
         assert torch.equal(ours(q, k, v, dropout_p=p), torchs(q, k, v, dropout_p=p))
 
 
-def test_a_query_that_sees_nothing_gives_zero():
-    """The one difference: torch gives 0, a mean, or NaN by the road taken."""
-    q, k, v = draw((2, 3), 5, 5)
-    for mask in (torch.zeros(5, 5, dtype=torch.bool), torch.full((5, 5), -math.inf)):
-        assert not ours(q, k, v, attn_mask=mask).any()
-    assert not ours(q, k[:, :, :0], v[:, :, :0]).any()
-
-
 EMPTY = [sizes for sizes in itertools.product((0, 2), (0, 3), (0, 5), (0, 7), (0, 8), (0, 4)) if 0 in sizes]
 
 
@@ -172,31 +157,6 @@ def test_empty(options):
             for one, other in zip((found, *grads[0]), (expected, *grads[1]), strict=True):
                 assert one.shape == other.shape and one.dtype == dtype
                 assert near(one.detach(), other.detach().nan_to_num(), str(dtype).removeprefix("torch."))
-
-
-def test_no_heads():
-    for shape in ((0, 0, 0, 1), (2, 0, 4, 8), (0, 4, 8)):
-        x = torch.zeros(shape)
-        output, weights, lse = lowtri.attention(x, x, x, "causal", return_weights=True, return_lse=True)
-        assert (output.shape, lse.shape) == (shape, shape[:-1]) and weights.shape == (*shape[:-1], shape[-2])
-        assert lowtri.attention(x.numpy(), x.numpy(), x.numpy(), "causal").shape == shape
-    shared = torch.zeros(2, 2, 4, 8)  # no query heads share them
-    assert ours(torch.zeros(2, 0, 4, 8), shared, shared, enable_gqa=True).shape == (2, 0, 4, 8)
-
-
-def test_numpy_too():
-    q, k, v = draw((2, 3), 5, 7, ev=4)
-    for mask in (None, torch.rand(5, 7) < 0.9, torch.randn(3, 1, 7)):
-        arrays = [None if x is None else x.numpy() for x in (q, k, v, mask)]
-        out = ours(*arrays)
-        assert isinstance(out, np.ndarray) and near(out, ours(q, k, v, mask), "float32")
-
-
-def test_inside_autocast():
-    q, k, v = draw((2, 3), 5, 7)
-    with torch.autocast("cpu", torch.bfloat16):
-        answers = [attend(q, k, v) for attend in (torchs, ours)]
-    assert answers[0].dtype == answers[1].dtype == torch.bfloat16 and near(*answers, "bfloat16")
 
 
 def test_the_signature_is_torchs():
@@ -263,12 +223,6 @@ def test_what_torch_refuses_is_refused(case):
     assert isinstance(caught.value, RuntimeError)
     with pytest.raises((RuntimeError, TypeError, IndexError, ValueError)):
         call(torchs)
-
-
-def test_lengths_of_key_and_value_must_agree():
-    """torch's fused CPU kernel reads past the shorter one; here it is an error."""
-    with pytest.raises(CallError, match="k and v differ in length Nk"):
-        ours(Q, K, V[:, :, :5])
 
 
 @pytest.mark.parametrize(("nq", "nk"), LENGTHS)
@@ -412,25 +366,17 @@ def test_numbers_of_keys_need_no_memory_for_pairs(hidden):
     assert near(found, torchs(q, k, v, attn_mask=numbers), "float32")
 
 
-def test_tables_are_read_at_every_call():
-    """Also where they change through memory that they share with NumPy, which torch's counter of changes does not see."""
-    q, k, v = draw((1, 2), 160, 160)
-    for given in (torch.ones(160, 160, dtype=torch.bool), torch.zeros(160, 160)):
-        before = ours(q, k, v, attn_mask=given)
-        given.numpy()[:, 20:] = False if given.dtype == torch.bool else -math.inf
-        after = ours(q, k, v, attn_mask=given)
-        assert not torch.equal(before, after) and near(after, torchs(q, k, v, attn_mask=given), "float32")
-
-
 def test_masks_are_read_at_every_call():
-    """Also those that change through memory which they share with NumPy."""
-    q, k, v = draw((1, 2), 70, 70)
-    for mask in (torch.ones(70, 70, dtype=torch.bool), torch.ones(70, dtype=torch.bool), torch.zeros(70, 70)):
+    """Also where they change through memory that they share with NumPy, which torch's counter of changes does not see."""
+    small, large = torch.zeros(70, 70), torch.zeros(160, 160)
+    for mask in (small == 0, small[0] == 0, small, large == 0, large):
+        n = mask.shape[-1]
+        q, k, v = draw((1, 2), n, n)
         before = ours(q, k, v, attn_mask=mask)
         mask.numpy()[..., 20:] = False if mask.dtype == torch.bool else -math.inf
         after = ours(q, k, v, attn_mask=mask)
         assert not torch.equal(before, after)
-        assert near(after, torchs(q, k, v, attn_mask=mask.expand(70, 70)), "float32")
+        assert near(after, torchs(q, k, v, attn_mask=mask.expand(n, n)), "float32")
 
 
 @pytest.mark.sweep

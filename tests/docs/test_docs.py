@@ -45,6 +45,18 @@ def test_the_site_has_every_page() -> None:
     assert all((ROOT / source).exists() for source in outside.values())
 
 
+def test_the_site_needs_no_network() -> None:
+    """Neither to be built nor to be read: no fonts, scripts or pictures from elsewhere."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "font: false" in config and not re.search(r"https?://|extra_javascript|privacy", config)
+    style = (ROOT / "docs" / "site.css").read_text(encoding="utf-8")
+    assert not re.search(r"@import|https?://", style)
+    fetched = re.compile(r"!\[[^\]]*\]\(\s*https?:|<(?:img|script|link|iframe)\b[^>]*(?:src|href)=\"https?:")
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert len(pages) > 25
+    assert [page.name for page in pages if fetched.search(page.read_text(encoding="utf-8"))] == []
+
+
 def test_files_of_the_source_that_pages_name_exist() -> None:
     """Not those of the recipes, which a reader is to write."""
     source = Path(lowtri.__file__).parent

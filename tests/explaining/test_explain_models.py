@@ -203,7 +203,7 @@ def test_the_sentences_say_which_heads_these_are() -> None:
     explanation = lowtri.explain(made(llama, "sdpa"), IDS[0], layer=1, head=3, tokens=list("abcdefg"))
     assert (
         explanation["q"].sentence
-        == "The queries that the attention of layer 1 receives in head 3, of 3 layers and 4 heads."
+        == "The queries that the attention of layer 1 receives in head 3, both counted from 0, of 3 layers and 4 heads."
     )
     assert explanation["k"].sentence == "The keys that it receives: key head 1 of 2."
     assert explanation["v"].sentence == "The values that it receives: value head 1 of 2."

@@ -83,8 +83,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def of_row(self, b: int) -> Any:
         if len(self.mask.batch) < 2:
-            return self.mask.at(b)
-        return lowtri.heads([self.mask.at(b, h) for h in range(HEADS)])
+            return self.mask.for_row(b)
+        return lowtri.heads([self.mask.for_row(b, h) for h in range(HEADS)])
 
     def check(self, out: Any, b: int, history: np.ndarray, n: int) -> None:
         """The last ``n`` queries of a row."""
@@ -254,8 +254,8 @@ def leaves_the_positions(reorder: Any) -> Any:
     return lambda self, index: None
 
 
-def turns_rows_the_other_way(pick: Any) -> Any:
-    return lambda self, rows: pick(self, rows[::-1])
+def turns_rows_the_other_way(select_rows: Any) -> Any:
+    return lambda self, rows: select_rows(self, rows[::-1])
 
 
 def keeps_the_first_drafts(choose: Any) -> Any:
@@ -296,9 +296,9 @@ FAULTS: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (SlotAllocator, "crop", leaves_the_next_position),
     (SlotAllocator, "reorder", leaves_the_positions),
     (SlotAllocator, "shift", shifts_no_position),
-    (Layer, "pick", turns_rows_the_other_way),
+    (Layer, "select_rows", turns_rows_the_other_way),
     (Layer, "choose", keeps_the_first_drafts),
-    (Layer, "move", moves_one_slot_too_far),
+    (Layer, "compact", moves_one_slot_too_far),
 ]
 
 

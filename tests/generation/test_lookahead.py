@@ -111,7 +111,7 @@ def test_formulas_and_tables_that_are_causal_are_never_refused():
         lowtri.table(np.stack([table, table.T & table])),
     ):
         if mask.batch:
-            mask = lowtri.heads([mask.at(0), mask.at(1)])
+            mask = lowtri.heads([mask.for_row(0), mask.for_row(1)])
         for sizes in ([1] * N, [7, 1, 1, 30, 9]):
             assert np.abs(chunks(mask, sizes) - lowtri.attention(Q, K, V, mask)).max() < 1e-12
 
@@ -306,4 +306,4 @@ def test_a_shift_that_moves_nothing_leaves_the_default_positions():
     cache.append(token, token)
     cache.shift(0)
     cache.append(token, token)
-    assert cache._slots.read.k is None
+    assert cache._slots.visible_slots.k is None

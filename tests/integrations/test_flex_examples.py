@@ -11,28 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import and_masks, or_masks
 
-from integrations.test_flex import GATE, OF_DISTANCE, SLOPES, B, H, N, agree, numbers
+from integrations.test_flex import GATE, SLOPES, B, H, N, agree, numbers
 from lowtri.integrations.flex.scores import read_score_mod
 
 WIDTH = 15  # of an image of 10 x 15 pixels
 LENGTHS = torch.tensor([40, 60, 50])
 DOCUMENT = torch.repeat_interleave(torch.arange(3), LENGTHS)
 START = (LENGTHS.cumsum(0) - LENGTHS)[DOCUMENT]  # of a token's document
-PREFIX = torch.tensor([30, 90])
 GLOBAL = torch.zeros(N, dtype=torch.bool).index_fill(0, torch.tensor([0, 70]), True)
 IMAGE_OF_TOKEN = torch.arange(N) // 50
 PAGE = torch.randperm(10, generator=torch.Generator().manual_seed(0))  # logical page of each physical page of 15 slots
 ROWS, COLUMNS = numbers(2 * 10), numbers(2 * WIDTH)
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
-
-
-def sliding(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q - k <= 24
 
 
 def document(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -52,14 +42,9 @@ def near_in_an_image(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 MASKS: dict[str, Callable[..., Any]] = {
-    "causal": causal,
-    "sliding window": and_masks(causal, sliding),
-    "prefix LM": or_masks(causal, lambda b, h, q, k: k < PREFIX[b]),
-    "documents": and_masks(causal, document),
     "prefix LM in documents": prefix_within_documents,
     "neighbourhood in two dimensions": near_in_an_image,
     "dilated window": lambda b, h, q, k: (q >= k) & (q - k < 40) & ((q - k) % 4 == 0),
-    "windows by head": lambda b, h, q, k: (q >= k) & (q - k < 10 * (h + 1)),
     "sinks and a window": lambda b, h, q, k: (q >= k) & ((q - k < 20) | (k < 4)),
     "global tokens": lambda b, h, q, k: ((q - k).abs() < 12) | GLOBAL[q] | GLOBAL[k],
     "text to its image": lambda b, h, q, k: IMAGE_OF_TOKEN[q] == k // 50,
@@ -85,12 +70,7 @@ def of_pixels(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 SCORES: dict[
     str, tuple[Callable[..., Any], list[Tensor], bool]
 ] = {  # with captured parameters, and whether kernels run it
-    "relative positions": (lambda s, b, h, q, k: s + (q - k), [], True),
-    "table of positions": (lambda s, b, h, q, k: s + OF_DISTANCE[h, (k - q) + N], [OF_DISTANCE], True),
-    "alibi": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), [SLOPES], True),
-    "soft cap": (lambda s, b, h, q, k: 30 * torch.tanh(s / 30), [], True),
     "soft cap and alibi": (lambda s, b, h, q, k: 30 * torch.tanh(s / 30) - SLOPES[h] * (q - k).abs(), [SLOPES], True),
-    "causal by the score": (lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")), [], True),
     "temperature": (lambda s, b, h, q, k: s / GATE[0].exp(), [GATE], False),
     "checkerboard": (checkerboard, [], False),
     "two dimensions": (of_pixels, [ROWS, COLUMNS], False),
@@ -101,4 +81,4 @@ SCORES: dict[
 def test_scores(name: str) -> None:
     score_mod, captured, in_kernel = SCORES[name]
     assert read_score_mod(score_mod, (B, H, N, N), "cpu", torch.float64).in_kernel == in_kernel
-    agree(score_mod, MASKS["documents"], captured)
+    agree(score_mod, MASKS["prefix LM in documents"], captured)

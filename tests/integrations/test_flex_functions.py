@@ -144,22 +144,6 @@ def test_numbers_read_from_lists_of_indices_decide_nothing():
     assert trace(lambda b, h, q, k: torch.tensor([1, 2])[0] <= q, "cpu") is not None
 
 
-def test_arrays_that_share_memory_are_read_at_each_new_block_mask():
-    array = np.zeros(64, np.int64)
-    ids = torch.from_numpy(array)
-    q = torch.randn(1, 1, 64, 8)
-
-    def same(b, h, q, k):
-        return ids[q] == ids[k]
-
-    for make in (lambda: same, lambda: lambda b, h, q, k: ids[q] == ids[k]):
-        for edge in (0, 20, 40):
-            array[edge:] = edge
-            output = flex_attention(q, q, q, block_mask=create_block_mask(make(), None, None, 64, 64, device="cpu"))
-            expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, ids[:, None] == ids)
-            torch.testing.assert_close(output, expected)
-
-
 class Reader:
     ids, n = torch.arange(64) // 20, 3
 

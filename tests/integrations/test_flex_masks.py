@@ -68,7 +68,7 @@ MODS = DECIDED | EVALUATED
 def pairs(mask: Mask, nq: int = N, nk: int = N) -> np.ndarray:
     """(B, H, nq, nk), with indices as positions."""
     q, k = np.arange(nq)[:, None], np.arange(nk)[None, :]
-    return np.stack([np.stack([mask.at(b, h)(q, k) for h in range(H)]) for b in range(B)])
+    return np.stack([np.stack([mask.for_row(b, h)(q, k) for h in range(H)]) for b in range(B)])
 
 
 @pytest.mark.parametrize("name", MODS)
@@ -84,7 +84,7 @@ def test_tile_answers_are_never_wrong(name: str, data: st.DataObject) -> None:
     expected = create_mask(MODS[name], B, H, N, N, device="cpu").numpy()
     q, k = (sorted(data.draw(st.tuples(*[st.integers(0, N)] * 2))) for _ in "qk")
     for b, h in np.ndindex(B, H):
-        tile, answer = expected[b, h, slice(*q), slice(*k)], mask.at(b, h).tile(*q, *k)
+        tile, answer = expected[b, h, slice(*q), slice(*k)], mask.for_row(b, h).tile(*q, *k)
         if answer == EMPTY:
             assert not tile.any()
         elif answer == FULL:
@@ -100,12 +100,12 @@ def test_known_operations_decide_tiles_without_evaluating_pairs(name: str) -> No
     counts = expected.reshape(B, H, N // 20, 20, N // 20, 20).sum((3, 5))
     exact = np.where(counts == 0, EMPTY, np.where(counts == 400, FULL, PARTIAL))
     for b, h in np.ndindex(B, H):
-        np.testing.assert_array_equal(mask.at(b, h).tile(q0, q1, k0, k1), exact[b, h])
+        np.testing.assert_array_equal(mask.for_row(b, h).tile(q0, q1, k0, k1), exact[b, h])
 
 
 @pytest.mark.parametrize("name", EVALUATED)
 def test_other_operations_leave_tiles_undecided(name: str) -> None:
-    mask = function_mask(EVALUATED[name], (B, H, N, N), "cpu").at(0, 0)
+    mask = function_mask(EVALUATED[name], (B, H, N, N), "cpu").for_row(0, 0)
     assert mask.tile(0, 5, 0, 5) == mask.tile(0, N, 0, N) == PARTIAL
 
 

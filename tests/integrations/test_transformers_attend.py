@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import warnings
 import weakref
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from cache_names import cache_in, cache_name
+from cache_names import cache_in
 from torch import Tensor
 
 import lowtri
@@ -112,14 +111,6 @@ def test_a_position_bias_joins_a_table_of_numbers() -> None:
     out, _ = attend(Layer(), q, k, v, one.detach(), position_bias=two)
     close(out, by_hand(q, k, v, None, one + two))
     assert torch.autograd.grad(out.sum(), two)[0].shape == two.shape
-
-
-def test_tables_are_read_once_and_again_when_they_change() -> None:
-    table = torch.ones(1, 1, NQ, NK, dtype=torch.bool)
-    first = read_dense_mask(table, NQ, NK, torch.float32)
-    assert first.lazy.mask == full() and read_dense_mask(table, NQ, NK, torch.float32).lazy is first.lazy
-    table[..., 3] = False
-    assert read_dense_mask(table, NQ, NK, torch.float32).lazy.mask != full()
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -305,15 +296,6 @@ def test_weights_are_those_of_the_mask() -> None:
     assert model(ids).attentions is None
 
 
-def test_packed_rows_are_as_if_alone() -> None:
-    model, ids = llama(), torch.randint(3, 99, (1, 20))
-    places = torch.cat([torch.arange(7), torch.arange(13)])[None]
-    packed = model(ids, position_ids=places, use_cache=False).logits
-    alone = torch.cat([model(ids[:, :7]).logits, model(ids[:, 7:]).logits], 1)
-    torch.testing.assert_close(packed, alone)
-    assert not torch.allclose(packed, model(ids).logits, atol=1e-3)
-
-
 def test_a_mask_by_hand_reaches_every_layer() -> None:
     model, ids = llama(), torch.randint(3, 99, (2, 9))
     visible = lowtri.mask("causal & window(3)").dense(9)
@@ -340,14 +322,6 @@ def test_sliding_caches_forget_and_the_tokens_are_the_same() -> None:
         assert torch.equal(model.generate(ids, **options, **more), expected), more
     cache = cache_in(model(ids.repeat(1, 8), use_cache=True))
     assert cache.layers[0].keys.shape[2] == 7  # the window without the next token
-
-
-def test_chunked_prefill_continues_where_it_stopped() -> None:
-    model, ids = llama(), torch.randint(3, 99, (2, 24))
-    whole = model(ids).logits
-    first = model(ids[:, :10], use_cache=True)
-    second = model(ids[:, 10:], **{cache_name(model): cache_in(first)}).logits
-    torch.testing.assert_close(torch.cat([first.logits, second], 1), whole)
 
 
 def test_dropout_trains_in_the_kernels(caplog: pytest.LogCaptureFixture) -> None:
@@ -392,31 +366,6 @@ def test_all_layers_of_a_forward_share_one_mask(monkeypatch: pytest.MonkeyPatch)
     llama(num_hidden_layers=3)(torch.randint(3, 99, (1, 9)))
     assert len(seen) == 3 and all(isinstance(one, LazyMaskTensor) for one in seen)
     assert len({id(one.lazy) for one in seen}) == 1
-
-
-def test_checkpointed_layers_have_the_same_gradients() -> None:
-    model, ids = llama(), torch.randint(3, 99, (2, 9))
-    found = []
-    for again in (False, True):
-        if again:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # newer versions call it by another name
-                model.train().gradient_checkpointing_enable()
-        model.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    torch.testing.assert_close(found[1], found[0])
-
-
-@pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled_the_answers_are_the_same() -> None:
-    model, ids = llama(), torch.randint(3, 99, (2, 9))
-    pads = torch.ones_like(ids)
-    pads[0, :3] = 0
-    expected = model(ids, attention_mask=pads).logits
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(ids, attention_mask=pads).logits[pads.bool()], expected[pads.bool()])
 
 
 def test_a_dense_mask_made_in_inference_mode() -> None:

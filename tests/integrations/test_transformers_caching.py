@@ -206,7 +206,7 @@ def test_copies_go_on_by_themselves() -> None:
         torch.testing.assert_close(stepped(model, ids, other, PARTS[10:]), whole[:, 20:], rtol=2e-4, atol=2e-4)
     assert cache.get_seq_length() == 20
     moved = copy.deepcopy(cache).to("meta")
-    assert moved.bytes == cache.bytes and moved._caches[model.lowtri_setting.mask]._layers[0].keys.is_meta
+    assert moved.bytes == cache.bytes and moved._caches[model.lowtri_mask.mask]._layers[0].keys.is_meta
 
 
 def test_rows_are_repeated_chosen_reordered_and_forgotten() -> None:
@@ -251,6 +251,24 @@ def test_crop_removes_what_came_since_the_last_crop(padded: bool) -> None:
         cache.crop(-41)
 
 
+def test_a_refused_crop_or_reorder_changes_no_group_of_layers() -> None:
+    """The layers without a window could be cropped by far, those with one could not."""
+    model, ids = made("gemma2"), ids_of(2, 40)
+    valid = torch.ones_like(ids)
+    valid[0, :5] = 0
+    whole = stepped(model, ids, EvictingCache(model), [(0, 40)], valid)
+    cache = EvictingCache(model, block=1)
+    stepped(model, ids, cache, [(0, 20), *[(t, t + 1) for t in range(20, 30)]], valid)
+    lengths = [kv.next_positions(1).tolist() for kv in cache._caches.values()]
+    with pytest.raises(CallError, match=r"crop: n is \[5, 10\], but keys that queries before"):
+        cache.crop(-20)
+    with pytest.raises(CallError, match=r"reorder: index is \[0, 2\], but the cache has the rows 0 .. 1"):
+        cache.reorder_cache(torch.tensor([0, 2]))
+    assert [kv.next_positions(1).tolist() for kv in cache._caches.values()] == lengths
+    again = stepped(model, ids, cache, [(t, t + 1) for t in range(30, 40)], valid)
+    torch.testing.assert_close(again, whole[:, 30:], rtol=2e-4, atol=2e-4)
+
+
 def test_memory_of_many_tokens_is_that_of_few() -> None:
     """100,000 tokens through a window with sinks, of which 2,000 have filled every slot."""
     torch.manual_seed(0)
@@ -286,7 +304,7 @@ def test_a_fixed_capacity_stays_and_overflow_raises() -> None:
 ERRORS: list[tuple[Callable[[Any, Any], Any], str]] = [
     (
         lambda model, cache: model(ids_of(1, 3), attention_mask="causal & window(2)", **cache),
-        r"EvictingCache: layer 0 has the mask causal & window\(2\), but the cache evicts by .*\nFix: a new cache after use",
+        r"EvictingCache: the forward has causal & window\(2\), but the cache evicts by .*\nFix: a new cache after use",
     ),
     (
         lambda model, cache: model(ids_of(1, 3), attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.bool), **cache),
@@ -306,7 +324,11 @@ ERRORS: list[tuple[Callable[[Any, Any], Any], str]] = [
     ),
     (
         lambda model, cache: use(model, mask="causal")(ids_of(1, 3), **cache),
-        r"EvictingCache: layer 0 has the mask causal, but the cache evicts by .*\nFix: a new cache after use",
+        r"EvictingCache: the forward has causal, but the cache evicts by .*\nFix: a new cache after use",
+    ),
+    (
+        lambda model, cache: use(model)(ids_of(1, 3), **cache),
+        r"EvictingCache: the forward has the model's own masks, but the cache evicts by causal .*\nFix: a new cache after use",
     ),
     (
         lambda model, cache: copy.deepcopy(original("llama"))(ids_of(1, 3), **cache),

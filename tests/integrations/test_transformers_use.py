@@ -281,20 +281,6 @@ def test_a_mask_that_was_not_applied_is_an_error() -> None:
     use(model, mask=None)(ids)
 
 
-def test_a_forward_that_raises_leaves_no_mask_behind() -> None:
-    model, ids = copy.deepcopy(pair("llama")[1]), ids_of()
-    expected = model(ids).logits
-    with pytest.raises(IndexError):
-        model(ids + 1000, attention_mask="causal & window(2)")
-    assert torch.equal(model(ids).logits, expected)
-
-
-def test_copies_keep_their_own_mask() -> None:
-    model, ids = use(copy.deepcopy(pair("llama")[1]), mask="causal & window(2)"), ids_of()
-    other = use(copy.deepcopy(model), mask="full")
-    assert torch.equal(model(ids).logits, use(other, mask="causal & window(2)")(ids).logits)
-
-
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_model_applies_the_mask_or_says_that_it_did_not() -> None:

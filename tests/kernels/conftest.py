@@ -24,9 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """bf16 is computed on tiles, whichever way this CPU would choose."""
-    on_tiles = next(variant for variant in variants_of(with_tiles()) if variant.spec.on_tiles)
+    uses_amx = next(variant for variant in variants_of(with_tiles()) if variant.spec.uses_amx)
     others = [x for x in target.VARIANTS if (x.family, x.spec.dtype) != ("forward", "bfloat16")]
-    monkeypatch.setattr(target, "VARIANTS", [on_tiles, *others])
+    monkeypatch.setattr(target, "VARIANTS", [uses_amx, *others])
     PREPARED.clear()
     yield
     PREPARED.clear()

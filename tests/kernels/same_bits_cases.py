@@ -52,7 +52,7 @@ def measured(job: Job) -> list[bytes]:
     if job.function == "read":
         numbers = np.random.default_rng(0).standard_normal(2**15, np.float32)
         return [np.float32(benching.read(numbers.ctypes.data, numbers.nbytes, 1)).tobytes()]
-    return [benching.multiply(1, job.spec.operand == "pairs", repeats=3).tobytes()]
+    return [benching.multiply(1, job.spec.operand == "bf16x2", repeats=3).tobytes()]
 
 
 def same_bits(symbol: str, monkeypatch: pytest.MonkeyPatch) -> bool:

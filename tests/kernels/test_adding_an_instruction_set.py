@@ -21,8 +21,8 @@ def test_the_recipe(tmp_path: Path) -> None:
     import numpy as np, torch, lowtri
     from lowtri.kernels import target
 
-    tiles = {x.spec.tile for x in target.VARIANTS if x.spec.operand in ("direct", "widened")}
-    assert target.ISA.name == "tall" and tiles == {(4, 1, 4)}
+    blocks = {x.spec.register_block for x in target.VARIANTS if x.spec.operand in ("direct", "widened")}
+    assert target.ISA.name == "tall" and blocks == {(4, 1, 4)}
     q, k, v = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 1, 2, 70, 32), np.float32))
     mask = "causal & window(40)"
     output = lowtri.attention(q, k, v, mask, engine="cpu")

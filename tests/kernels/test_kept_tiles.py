@@ -38,10 +38,13 @@ def test_each_key_tile_has_its_own_numbers(dtype: torch.dtype, mask: str, size: 
 
 
 def test_large_tiles_have_fewer_slots() -> None:
-    for rows in ("pairs", "widened"):
+    for rows in ("bf16x2", "widened"):
         spec = KernelSpec("bfloat16", rows, ISA)
         for size in (48, 64, 128, 1040, 10**6):
-            tile, kept = KEYS * size * spec.number_bytes // spec.per_word, FORWARD.thread(spec, {"d": size, "dv": size})
+            tile, kept = (
+                KEYS * size * spec.number_bytes // spec.per_element,
+                FORWARD.thread(spec, {"head_dim": size, "value_dim": size}),
+            )
             for name in ("kept_keys", "kept_values") if rows == "widened" else ("kept_values",):
                 slots = kept[name] // tile
                 assert slots >= 1 and slots * tile <= max(tile, 2**19)

@@ -22,11 +22,13 @@ from lowtri.backends import cpu
 from lowtri.backends.cpu.launch import Launch
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
-from lowtri.kernels import abi, target, threads
+from lowtri.kernels import abi, spec, target, threads
 from lowtri.kernels.device import RecordType
-from lowtri.kernels.isa import Avx2, Avx512Bf16
+from lowtri.kernels.isa import Amx, Avx2, Avx512Bf16
 from lowtri.kernels.simd import write
 from lowtri.kernels.spec import Array, KernelSpec
+from lowtri.masks.plan import TILE_Q
+from lowtri.masks.tile import FULL
 from lowtri.ops.arguments import describe
 
 RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
@@ -46,7 +48,7 @@ def values_of(record: abi.Abi) -> dict[str, Any]:
 def test_every_field_is_written_under_its_name_in_any_order(record: abi.Abi) -> None:
     values = values_of(record)
     backwards = {name: dict(reversed(x.items())) if isinstance(x, dict) else x for name, x in reversed(values.items())}
-    memory = bytes(record.run_format.size) + record.pack(backwards)
+    memory = bytes(record.run_format.size) + record.record_bytes(backwards)
     actual = np.frombuffer(memory, record.dtype)[0]
     for name, value in values.items():
         if isinstance(value, dict):
@@ -62,7 +64,7 @@ def test_a_field_without_a_value_and_a_value_without_a_field_raise(record: abi.A
     strides = {**values["q_strides"], "z": 1}
     for wrong in (without, values | {"tails": 1}, values | {"q_strides": {"b": 1}}, values | {"q_strides": strides}):
         with pytest.raises(KeyError):
-            record.pack(wrong)
+            record.record_bytes(wrong)
 
 
 def named(call: Any) -> None:
@@ -76,7 +78,9 @@ def named(call: Any) -> None:
 @pytest.mark.compiler
 def test_a_kernel_reads_the_fields_by_name() -> None:
     values, actual = values_of(abi.FORWARD), np.zeros(4)
-    record = np.frombuffer(bytearray(bytes(abi.FORWARD.run_format.size) + abi.FORWARD.pack(values)), abi.FORWARD.dtype)
+    record = np.frombuffer(
+        bytearray(bytes(abi.FORWARD.run_format.size) + abi.FORWARD.record_bytes(values)), abi.FORWARD.dtype
+    )
     record["o"] = actual.ctypes.data
     record_type = RecordType(abi.FORWARD.dtype, KernelSpec("float64", "direct", target.ISA))
     code = build_kernels.compiled(named, types.void(record_type))
@@ -104,6 +108,13 @@ def test_a_prepared_launch_runs_on_other_arrays_from_many_threads_at_once() -> N
             assert torch.equal(actual, expected)
 
 
+def test_kernels_and_plans_have_the_same_tiles() -> None:
+    """The kernels repeat these numbers of the plan, so that they do not depend on its file."""
+    from lowtri.kernels import tiles
+
+    assert spec.QUERIES == TILE_Q and tiles.FULL == FULL
+
+
 # The instruction set.
 
 
@@ -111,12 +122,20 @@ def test_the_best_instruction_set_is_the_default_and_others_can_be_named() -> No
     def name(*arguments: Any) -> str:
         return target.instruction_set(*arguments).name
 
+    def always(isa: str) -> bool:
+        return True
+
     assert name(None, FEATURES, "x86_64") == "avx512-bf16"
     assert name(None, FEATURES - {"avx512bf16"}, "x86_64") == "avx512"
+    assert name(None, FEATURES, "x86_64", always, "AuthenticAMD") == "avx512-bf16"
+    assert name(None, FEATURES, "x86_64", always, "GenuineIntel") == "avx512", "its dot products of pairs are slower"
+    assert name(None, FEATURES, "x86_64", lambda isa: isa != "avx512", "GenuineIntel") == "avx512-bf16"
+    assert name(None, Amx.features, "x86_64", always, "GenuineIntel") == "amx"
     assert name(None, frozenset(), "aarch64") == "neon" and name(None, frozenset({"bf16"}), "aarch64") == "neon-bf16"
     assert name("neon", frozenset({"bf16"}), "arm64") == "neon"
     for wanted in ("avx512-bf16", "avx512", "avx2", "baseline"):
         assert name(wanted, FEATURES, "x86_64") == wanted
+        assert name(wanted, FEATURES, "x86_64", always, "GenuineIntel") == wanted
 
 
 def test_an_unsupported_instruction_set_raises() -> None:
@@ -147,7 +166,9 @@ def python(code: str, **environment: str) -> str:
 FAMILIES = [("forward", 130, 64), ("forward", 131, 96), ("decode", 1, 64), ("decode", 5, 32)]
 
 
-@pytest.fixture(params=[pytest.param("pairs", marks=() if target.ISA.has_pairs else pytest.mark.compiler), "widened"])
+@pytest.fixture(
+    params=[pytest.param("bf16x2", marks=() if target.ISA.has_bf16_dot else pytest.mark.compiler), "widened"]
+)
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Only this variant for bf16, whichever this CPU would use."""
     variants = [
@@ -222,15 +243,17 @@ COMPILED = """
     from lowtri.kernels.device import NUMBA_OPTIONS, RecordType
     from lowtri.kernels.isa import Avx512Bf16 as Isa
     from lowtri.kernels.spec import KernelSpec
+    from lowtri.kernels.values import Matrix, Packed
 
     def multiply(call):
-        product.product(call.k, call.k_strides.n, 1, call.q, 64, call.o, 64, call.nk, call.d, 0, 64, call.spec)
+        a, b, c = Matrix(call.k, call.k_strides.n, 1), Packed(call.q, 64), Packed(call.o, 64)
+        product.product(a, b, c, call.nk, call.head_dim, 0, 64, call.spec)
 
     def code(dtype, rows, kernel=multiply, record=abi.FORWARD):
         kind = RecordType(record.dtype, KernelSpec(dtype, rows, Isa()))
         return cfunc(types.void(kind), **NUMBA_OPTIONS)(kernel)
 
-    WAYS = (("float32", "direct"), ("bfloat16", "pairs"), ("float64", "direct"))
+    WAYS = (("float32", "direct"), ("bfloat16", "bf16x2"), ("float64", "direct"))
 """
 
 

@@ -253,6 +253,15 @@ def test_registers_that_the_system_does_not_save_are_not_used(saved: int, best: 
     assert target.instruction_set(None, has, "x86_64").name == best
 
 
+@pytest.mark.x86
+def test_the_vendor_is_a_name() -> None:
+    intel = {0: (0x20, 0x756E6547, 0x6C65746E, 0x49656E69)}
+    assert target.cpu_vendor(lambda leaf, subleaf: intel[leaf]) == "GenuineIntel"
+    amd = {0: (0x10, 0x68747541, 0x444D4163, 0x69746E65)}
+    assert target.cpu_vendor(lambda leaf, subleaf: amd[leaf]) == "AuthenticAMD"
+    assert re.fullmatch(r"[A-Za-z ]{12}", target.vendor())
+
+
 def test_an_old_cpu_is_not_asked_for_leaves_that_it_lacks() -> None:
     def old(leaf: int, subleaf: int) -> tuple[int, ...]:
         assert leaf in (0, 1, 0x80000000)

@@ -28,7 +28,7 @@ OBJECT = """
 TOOLS = str(Path(wheels.__file__).parent)
 # neon-bf16 also shows that LLVM knows the instructions: without the feature it stops at code for BFMMLA.
 KERNELS = {
-    "aarch64": ("neon-bf16", "lowtri_multiply_bfloat16_pairs_neon_bf16"),
+    "aarch64": ("neon-bf16", "lowtri_multiply_bfloat16_bf16x2_neon_bf16"),
     "x86_64": ("avx2", "lowtri_read_float32_direct_avx2"),
 }
 

@@ -19,20 +19,21 @@ from lowtri.backends.cpu.decode import CpuDecode
 from lowtri.errors import EngineError
 from lowtri.kernels import target, threads
 from lowtri.kernels.abi import Abi
-from lowtri.kernels.device import RecordType
-from lowtri.kernels.isa import PERMISSION, Amx
-from lowtri.kernels.product import (
+from lowtri.kernels.amx import (
     configure_tiles,
-    held_product,
-    held_product_add,
     restore_tiles,
+    stationary_b_product,
+    stationary_b_product_add,
     tile_product,
     tile_product_add,
 )
+from lowtri.kernels.device import RecordType
+from lowtri.kernels.isa import PERMISSION, Amx
 from lowtri.kernels.spec import KernelSpec
+from lowtri.kernels.values import Matrix, Packed
 from lowtri.ops.arguments import describe
 
-SPEC = KernelSpec("bfloat16", "tiles", with_tiles())
+SPEC = KernelSpec("bfloat16", "amx", with_tiles())
 AMX = Amx.features - {PERMISSION}
 
 
@@ -56,17 +57,17 @@ PRODUCT = Abi(
 def multiply(call: Any) -> None:
     configure_tiles(call.memory, call.spec)
     row = 4 * call.columns
+    a = Matrix(call.a, call.a_row, 64)
+    b, c = Packed(call.b, row), Packed(call.c, row)
     if call.steps == 2 and call.columns == 32:
         if call.add:
-            held_product_add(call.a, call.a_row, call.b, call.c, row, row, call.rows, call.spec)
+            stationary_b_product_add(a, b, c, call.rows, call.spec)
         else:
-            held_product(call.a, call.a_row, call.b, call.c, row, row, call.rows, call.spec)
+            stationary_b_product(a, b, c, call.rows, call.spec)
     elif call.add:
-        tile_product_add(
-            call.a, call.a_row, 64, call.b, call.c, row, row, call.rows, call.steps, call.columns, call.spec
-        )
+        tile_product_add(a, b, c, call.rows, call.steps, call.columns, call.spec)
     else:
-        tile_product(call.a, call.a_row, 64, call.b, call.c, row, row, call.rows, call.steps, call.columns, call.spec)
+        tile_product(a, b, c, call.rows, call.steps, call.columns, call.spec)
     restore_tiles(call.memory, call.spec)
 
 

@@ -19,20 +19,22 @@ COMPILED = """
     import sys
     from importlib import import_module
     from numba import cfunc, types
-    from lowtri.kernels import abi, product as products
+    from lowtri.kernels import abi, amx
     from lowtri.kernels.device import NUMBA_OPTIONS, RecordType
     from lowtri.kernels.isa import Amx
     from lowtri.kernels.spec import KernelSpec
+    from lowtri.kernels.values import Matrix, Packed
 
     def product(call):
-        products.configure_tiles(call.scratch, call.spec)
-        products.tile_product(call.k, call.k_strides.n, 64, call.q, call.o, 256, 256, call.nk, call.d, 64, call.spec)
-        products.restore_tiles(call.scratch, call.spec)
+        amx.configure_tiles(call.scratch, call.spec)
+        a, b, c = Matrix(call.k, call.k_strides.n, 64), Packed(call.q, 256), Packed(call.o, 256)
+        amx.tile_product(a, b, c, call.nk, call.head_dim, 64, call.spec)
+        amx.restore_tiles(call.scratch, call.spec)
 
     family = sys.argv[1]
     record = getattr(abi, "FORWARD" if family == "product" else family.upper())
     kernel = product if family == "product" else getattr(import_module(f"lowtri.kernels.{family}"), family)
-    kind = RecordType(record.dtype, KernelSpec("bfloat16", "tiles", Amx()))
+    kind = RecordType(record.dtype, KernelSpec("bfloat16", "amx", Amx()))
     print(cfunc(types.void(kind), **NUMBA_OPTIONS)(kernel)._library.get_asm_str())
 """
 CODE = ["product", *(pytest.param(family, marks=pytest.mark.sweep) for family in ("forward", "backward"))]

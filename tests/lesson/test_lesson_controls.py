@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from browser import Browser, Page, chromium
 
 import lowtri
-from lowtri.lesson.languages import LANGUAGES, texts
+from lowtri.lesson.languages import DECIMALS, LANGUAGES, texts
 from lowtri.lesson.page import file_name
 
 if chromium() is None:
@@ -55,6 +56,12 @@ def said(page: Page, key: str, **values: object) -> str:
     """A text of the page's language, filled in."""
     content = texts(page.language)[key]  # type: ignore[attr-defined]
     return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), content)
+
+
+def number(page: Page, x: float, digits: int = 2) -> str:
+    """A number as the page of this language writes it."""
+    decimal = DECIMALS.get(page.language, ".")  # type: ignore[attr-defined]
+    return "−∞" if x == -math.inf else f"{x:.{digits}f}".replace("-", "−").replace(".", decimal)
 
 
 def steps(page: Page) -> dict[str, Any]:
@@ -142,6 +149,157 @@ def test_documents_that_the_sentence_does_not_have(page: Page) -> None:
     page.type("sentence", "a b c d")
     assert said(page, "error.lengths", total=3, n=4) in text(page, "[data-note=mask]")
     assert run_program(page, "bench")["steps"].mask == "causal"
+
+
+def test_drawing_on_the_mask(page: Page) -> None:
+    click(page, '[data-matrix="mask"] td[data-i="2"][data-j="0"]')
+    assert page.run("Lesson.bench.maskText.value") == "causal & window(2)" and steps(page)["weights"][2][0] == 0
+    click(page, '[data-matrix="mask"] td[data-i="0"][data-j="2"]')  # no formula has this table
+    assert text(page, "[data-note=mask]") == said(page, "bench.drawn")
+    found = run_program(page, "bench")["steps"]["weights"].value
+    assert found[0, 2] > 0 and np.allclose(steps(page)["weights"], found, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "cell"), [("q", (1, 0)), ("k", (0, 2))])
+def test_a_number_changed_by_hand(name: str, cell: tuple[int, int], page: Page) -> None:
+    page.run(f'document.querySelector(\'[data-matrix={name}] td[data-i="{cell[0]}"][data-j="{cell[1]}"]\').focus()')
+    place = cell if name == "q" else cell[::-1]  # keys are shown transposed
+    assert text(page, "[data-note=nudge]") == f"{name}{place[0] + 1},{place[1] + 1}"
+    slide(page, "#nudge", -3)
+    assert page.run(f"Lesson.bench.{name}")[place[0]][place[1]] == -3
+    found = run_program(page, "bench")["steps"]
+    assert np.allclose(found["output"].value, steps(page)["output"], rtol=0, atol=1e-6)
+
+
+def test_step_by_step(page: Page) -> None:
+    click(page, "[data-walk=start]")
+    left = []
+    for stage in ("scaled", "masked", "weights", "output"):
+        for part in (1, 2, 3):
+            assert text(page, "[data-note=walk]") == said(page, f"walk.{stage}.{part}")
+            assert text(page, "[data-walk=start]") == said(page, "walk.stop")
+            left.append(page.run("document.querySelectorAll('[data-flow=attention] td.todo').length"))
+            click(page, "[data-walk=next]")
+    assert left == sorted(left, reverse=True) and left[0] == 9 + 9 + 9 + 6 - 1 and left[-1] == 0
+    assert text(page, "[data-walk=start]") == said(page, "walk.start"), "the last step ends the walk"
+    click(page, "[data-walk=start]")
+    click(page, "[data-walk=next]")
+    click(page, "[data-walk=back]")
+    assert text(page, "[data-note=walk]") == said(page, "walk.scaled.1")
+
+
+def test_cells_say_whether_a_query_sees_a_key(page: Page) -> None:
+    for j, key in ((0, "equation.sees"), (2, "equation.hides")):
+        cell = f'[data-matrix="mask"] td[data-i="1"][data-j="{j}"]'
+        assert page.run(f"document.querySelector('{cell}').getAttribute('aria-label')").endswith(
+            said(page, key, q=2, k=j + 1)
+        )
+    page.run('document.querySelector(\'#weights td[data-i="2"][data-j="0"]\').focus()')
+    assert number(page, 0.0722, 4) in text(page, "#bench .equation")
+
+
+def test_a_long_sentence_is_shown_in_part(page: Page) -> None:
+    page.type("sentence", " ".join(f"word{i}" for i in range(30)))
+    shown = page.run("Lesson.bench.shown")
+    slide(page, "#view-from", 11)
+    values = {"n": 30, "cells": 900, "from": 11, "to": 10 + shown}
+    assert text(page, "[data-note=view]") == said(page, "bench.view", **values)
+    page.type("sentence", " ".join("ab" for _ in range(300)))
+    assert text(page, "#sentence-note") == said(page, "bench.cut", n=256, all=300)
+    page.type("sentence", "")
+    assert text(page, "#sentence-note") == said(page, "bench.empty")
+
+
+def test_a_score_and_its_exponential(page: Page) -> None:
+    for place in (0, 50, 100):
+        slide(page, "#score", place)
+        s = -math.inf if place == 0 else -10 + 12 * place / 100
+        e, w = math.exp(s), math.exp(s) / (1 + math.exp(s))
+        values = {"s": number(page, s, 1), "e": number(page, e, 5) if e else "0", "w": number(page, w, 5) if w else "0"}
+        assert text(page, "#exponential .says") == said(page, "matrix.says", **values)
+    slide(page, "#score", 85)
+
+
+def test_a_number_instead_of_minus_infinity(page: Page) -> None:
+    for place, name, w32, half in (
+        (2, "−10", number(page, 4.5, 1) + "e−5", "ok"),
+        (4, "−10000", "0", "ok"),
+        (5, "−1e9", "0", "out"),
+        (6, "−∞", "0", "ok"),
+    ):
+        slide(page, "#half-score", place)
+        values = {"x": name, "w32": w32, "half": said(page, f"traps.3.half.{half}", w16=w32)}
+        assert text(page, ".half .says") == said(page, "traps.3.says", **values)
+    slide(page, "#half-score", 5)
+
+
+def test_a_pair_in_the_encoder_and_in_the_decoder(page: Page) -> None:
+    full, causal = page.run("[Lesson.data.pair.full, Lesson.data.pair.causal]")
+    words = page.run("Lesson.data.pair.tokens")
+    for i, j in ((3, 1), (0, 2)):
+        page.run(f'document.querySelector(\'[data-matrix=decoder] td[data-i="{i}"][data-j="{j}"]\').focus()')
+        values = {"q": words[i], "k": words[j], "a": number(page, full[i][j], 4), "b": number(page, causal[i][j], 4)}
+        assert text(page, "#encoder-decoder .says") == said(
+            page, "pair.says" if j <= i else "pair.says.hidden", **values
+        )
+        assert page.run("document.querySelectorAll('#encoder-decoder td.self').length") == 2, "both sides"
+
+
+def test_every_stage_of_the_whole_way(page: Page) -> None:
+    for stage in page.run("[...document.querySelectorAll('[data-stage]')].map((b) => b.dataset.stage)"):
+        click(page, f"[data-stage={stage}]")
+        assert text(page, "#flow-figure .says") == re.sub(r"\[[qkvw]:([^\]]+)\]", r"\1", said(page, f"flow.{stage}.p"))
+        if not page.run("document.querySelector('#flow-figure [data-action=open]').hidden"):
+            click(page, "#flow-figure [data-action=open]")
+    assert page.run("document.querySelector('#bench .made').open"), "where q, k and v come from"
+
+
+def test_what_three_models_wrote(page: Page) -> None:
+    prompt = len(page.run("Lesson.data.experiment.texts[2].prompt").encode())
+    panel = "[...document.querySelectorAll('#written .written > div')].map((d) => d.querySelectorAll('.hint')[1].textContent)"
+    for n in (0, 40, 96):
+        slide(page, "#written-bytes", n)
+        assert text(page, "#written [data-note=bytes]") == str(n)
+        kept = [page.run(f"Lesson.data.generators.{name}.carries") for name in ("rnn", "lstm", "attention")]
+        numbers = [kept[0], kept[1], kept[2] * (prompt + n)]
+        assert page.run(panel) == [said(page, "recurrent.carries", n=count) for count in numbers]
+        assert page.run("document.querySelector('#written pre > span').textContent.length") == n
+
+
+def test_the_maps_answer(page: Page) -> None:
+    name = page.run("Lesson.data.maps[0].name")
+    click(page, '#maps [data-map="13,8"]')
+    says = said(page, "models.says", name=name, l=13, h=8, q="it", k="cat", w=number(page, 0.66))
+    assert text(page, "#maps .says") == says, "layer and head as the program below counts them"
+    assert "layer=13, head=8" in text(page, '[data-python="maps"] code')
+    page.run('document.querySelector(\'#maps .open td[data-i="3"][data-j="5"]\').focus()')
+    values = {"l": 13, "h": 8, "q": "sat", "k": "the", "w": said(page, "word.hidden")}
+    assert text(page, "#maps .says") == said(page, "models.cell", **values)
+
+
+def test_the_counts_of_the_patterns(page: Page) -> None:
+    slide(page, "#patterns-n", 12)
+    slide(page, "#patterns-w", 3)
+    shown = page.run("[...document.querySelectorAll('#patterns-figure article')].map((a) => a.lastChild.textContent)")
+    masks = page.run("[...document.querySelectorAll('#patterns-figure article code')].map((c) => c.textContent)")
+    for mask, line, held in zip(masks, shown, (12, 3, 5, 9, 12), strict=True):
+        pairs = lowtri.mask(mask).pairs(12, 12)
+        assert line == said(page, "patterns.count", pairs=pairs, all=144, held=held), mask
+    assert len(shown) == 5
+    slide(page, "#patterns-w", 6)
+    slide(page, "#patterns-n", 24)
+
+
+def test_the_copy_buttons(page: Page) -> None:
+    assert page.run("document.querySelectorAll('[data-copy]').length") == page.run(
+        "document.querySelectorAll('.python').length"
+    )
+    button = "document.querySelector('[data-python=arcs] [data-copy]')"
+    wait = "new Promise((done) => setTimeout(done, 100))"
+    assert page.run(f"{button}.click(), {wait}.then(() => {button}.textContent)") == said(page, "copied")
+    assert page.run(f"new Promise((done) => setTimeout(done, 1600)).then(() => {button}.textContent)") == said(
+        page, "copy"
+    )
 
 
 def test_the_first_figure_and_its_program(page: Page, capsys: pytest.CaptureFixture[str]) -> None:

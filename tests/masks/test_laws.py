@@ -42,7 +42,7 @@ def test_dense_pairs_and_is_causal_agree_with_the_pairs(case: Case) -> None:
 def test_pairs_of_tokens_are_those_of_the_mask(case: Case) -> None:
     """Without the checks of positions; 0 and more."""
     q, k = np.arange(SIZE)[:, None], np.arange(SIZE)[None]
-    single = case.mask.at(0, 0) if case.mask.batch else case.mask
+    single = case.mask.for_row(0, 0) if case.mask.batch else case.mask
     visible = single.visible_unchecked(q, k)
     assert visible.dtype == bool and visible.shape == (SIZE, SIZE)
     assert np.array_equal(visible, single(q, k))
@@ -128,7 +128,7 @@ def test_masks_are_values(case: Case) -> None:
 def test_at_is_one_row_and_head_of_the_batch(case: Case) -> None:
     table = case.mask.dense(SIZE)
     for place in np.ndindex(case.mask.batch):
-        one = case.mask.at(*place)
+        one = case.mask.for_row(*place)
         assert one.batch == ()
         np.testing.assert_array_equal(one.dense(SIZE), table[place])
 

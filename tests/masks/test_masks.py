@@ -200,15 +200,10 @@ def test_trees_of_rows_that_begin_apart() -> None:
     both = tree([[-1, 0, 0], [-1, -1, 1]], start=[2, 4], inner=keys([[True] * 5, [False] + [True] * 4]))
     for row, (parents, start, real) in enumerate([([-1, 0, 0], 2, True), ([-1, -1, 1], 4, False)]):
         one = tree(parents, start, keys([real] + [True] * 4))
-        assert both.at(row) == tree(parents, start, both.inner.at(row))
+        assert both.for_row(row) == tree(parents, start, both.inner.for_row(row))
         np.testing.assert_array_equal(both.dense(5)[row], one.dense(5))
     assert tree_depths([[-1, 0, 0], [-1, -1, 1]]).tolist() == [[0, 1, 1], [0, 0, 1]]
     assert repr(tree([-1, 0], [2, 4])) == 'tree([-1, 0], start=[2, 4], inner="causal")'
-
-
-def test_queries_have_the_last_positions() -> None:
-    assert causal().draw(2, 4).split() == ["███·", "████"]
-    assert causal().dense(1, 5).all()
 
 
 def test_one_pair_gives_a_plain_bool() -> None:
@@ -366,7 +361,7 @@ def test_batches() -> None:
     assert causal().batch == () and rows.batch == (2,) and by_head.batch == (1, 2)
     assert (rows & by_head).batch == (2, 2)
     assert (rows & by_head)(2, 0).shape == (2, 2)
-    assert (rows & by_head).at(1, 1).dense(3).astype(int).tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert (rows & by_head).for_row(1, 1).dense(3).astype(int).tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
     assert heads([rows, causal()]).batch == (2, 2)
     assert (rows & by_head).tile(0, 2, 0, 2).tolist() == [[PARTIAL, PARTIAL], [PARTIAL, PARTIAL]]
     assert rows.pairs(3).tolist() == [5, 5]
@@ -490,8 +485,8 @@ ERRORS = [
     (lambda: causal() - 1, "mask - int: only masks can be joined"),
     (lambda: documents([[0], [0]]) & keys(lengths=[1, 2, 3]), "their batches (2,) and (3,) do not fit together"),
     (
-        lambda: documents([[0], [0]]).at(2),
-        "at: got batch row 2, head 0; the mask has the batch (2,). Fix: a row from 0 to 1",
+        lambda: documents([[0], [0]]).for_row(2),
+        "for_row: got batch row 2, head 0; the mask has the batch (2,). Fix: a row from 0 to 1",
     ),
     (
         lambda: causal().dense(3, 2),
@@ -687,16 +682,6 @@ def test_a_text_is_never_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_the_public_names_are_those_of_the_package() -> None:
-    assert lowtri.causal is causal and lowtri.Mask is Mask and POSITION_MAX == 2**62
-
-
 def test_texts_without_lists_are_cached():
     assert lowtri.mask("causal & window(4)") is lowtri.mask("causal & window(4)")
     assert lowtri.mask("documents(lengths=[2])") is not lowtri.mask("documents(lengths=[2])")
-
-
-def test_a_table_of_few_rows_can_be_printed():
-    few = table(np.ones((8, 112), bool))
-    assert str(few).splitlines()[1:5] == ["█" * 56] * 4  # drawn for its own queries and keys
-    assert str(table(np.tri(12, dtype=bool))).splitlines()[0] == repr(table(np.tri(12, dtype=bool)))

@@ -41,7 +41,7 @@ def check(m: Mask, q: np.ndarray, k: np.ndarray, tile_k: int) -> Plan:
     assert p.mask_index.shape == (rows, columns)
     total = 0
     for b, h in np.ndindex(rows, columns):
-        expected = m.at(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
+        expected = m.for_row(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
         np.testing.assert_array_equal(p.dense(int(p.mask_index[b, h])), expected)
         assert p.mask_pairs[p.mask_index[b, h]] == expected.sum()
         by_row = np.add.reduceat(expected.sum(1), np.arange(0, len(expected), TILE_Q)) if len(expected) else []

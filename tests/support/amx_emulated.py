@@ -14,7 +14,7 @@ __all__ = ["AmxEmulated", "with_tiles"]
 class AmxEmulated(isa.Baseline):
     name = "amx-emulated"
     cpu = "native"  # compiled for this machine's best instruction set, so that tests take less time
-    has_tiles = True
+    has_amx = True
 
 
 isa.ALL = (*isa.ALL, AmxEmulated())
@@ -24,4 +24,4 @@ def with_tiles() -> isa.Baseline:
     """This CPU's instruction set if it has tile registers, else the emulation."""
     from lowtri.kernels.target import ISA
 
-    return ISA if ISA.has_tiles else AmxEmulated()
+    return ISA if ISA.has_amx else AmxEmulated()

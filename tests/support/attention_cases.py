@@ -94,7 +94,7 @@ def pair_by_pair(
     weights = np.zeros((rows, heads, nq, nk))
     lse = np.full((rows, heads, nq), -np.inf)
     for b, h, i in np.ndindex(rows, heads, nq):
-        one = mask.at(b, h)
+        one = mask.for_row(b, h)
         of = h // (heads // kv_heads)
         scores = {}
         for j in range(nk):

@@ -307,7 +307,7 @@ def _(right: Any) -> Any:
     "rows of a function",
     "padding left, 5 queries",
     "function_mask",
-    (function_mask.FunctionMask, "_at"),
+    (function_mask.FunctionMask, "_for_row"),
     FLEX,
     FORMULAS,
 )

@@ -14,7 +14,7 @@ _size = st.integers(1, LONGEST)
 
 
 def _case(mask: lt.Mask) -> Case:
-    return Case(mask, lambda q, k, b, h: mask.at(b, h)(q, k), exact=False, text=False)
+    return Case(mask, lambda q, k, b, h: mask.for_row(b, h)(q, k), exact=False, text=False)
 
 
 @st.composite

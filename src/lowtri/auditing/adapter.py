@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lowtri.errors import CallError
-from lowtri.masks.tile import shown
+from lowtri.masks.tile import short_repr
 
 _MOST_IDS = 2**24  # they are drawn from a list of all of them: 128 MB
 
@@ -71,7 +71,7 @@ class Model:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise CallError(
-                    f"Model: {name}={shown(value)}, expected something to call.\nFix: a function, or drop {name}=."
+                    f"Model: {name}={short_repr(value)}, expected something to call.\nFix: a function, or drop {name}=."
                 )
         if self.prefill is not None and self.step is None:
             raise CallError(
@@ -79,18 +79,18 @@ class Model:
             )
         if self.pads is not None and not (isinstance(self.pads, str) and self.pads):
             raise CallError(
-                f"Model: pads={shown(self.pads)}, expected a name.\nFix: the keyword that marks real positions."
+                f"Model: pads={short_repr(self.pads)}, expected a name.\nFix: the keyword that marks real positions."
             )
         if self.vocab_size is not None and not is_whole(self.vocab_size, 2, _MOST_IDS):
             raise CallError(
-                f"Model: vocab_size={shown(self.vocab_size)}, expected a whole number from 2 to 2**24.\n"
+                f"Model: vocab_size={short_repr(self.vocab_size)}, expected a whole number from 2 to 2**24.\n"
                 "Fix: how many ids the model knows."
             )
         if self.inputs is not None:
             names = list(self.inputs) if isinstance(self.inputs, (list, tuple)) else [self.inputs]
             if not names or not all(isinstance(name, (str, int)) for name in names):
                 raise CallError(
-                    f"Model: inputs={shown(self.inputs)}, expected a key of the example or a list of keys.\n"
+                    f"Model: inputs={short_repr(self.inputs)}, expected a key of the example or a list of keys.\n"
                     'Fix: inputs="input_ids", say.'
                 )
         self.layout  # noqa: B018 (read for its errors)
@@ -106,7 +106,7 @@ class Model:
                 parts = []
         if not 1 <= len(parts) <= 2:
             raise CallError(
-                f"Model: axes={shown(self.axes)}, expected a letter for each axis, N the positions and B the batch.\n"
+                f"Model: axes={short_repr(self.axes)}, expected a letter for each axis, N the positions and B the batch.\n"
                 'Fix: axes="BDN" for channels before time; "BDN->BNV" says the answer\'s axes, too.'
             )
         return Axes(parts[0], parts[1] if len(parts) == 2 else None)

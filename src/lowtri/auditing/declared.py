@@ -13,7 +13,7 @@ from lowtri.auditing.example import Array, Bools, Inputs
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.array_masks import KeyLengths, Keys, Table
-from lowtri.masks.label_masks import Documents, PackedDocuments, check_row_lengths
+from lowtri.masks.label_masks import Documents, PackedDocuments, check_packed_totals
 from lowtri.masks.mask import And
 
 _OF_ARRAYS = (Keys, KeyLengths, Table, Documents, PackedDocuments)  # which speak of columns, wherever a row begins
@@ -36,7 +36,7 @@ class DeclaredMask:
         if isinstance(mask, np.ndarray):
             return cls(mask.astype(bool), layers)
         formula = as_mask(mask)
-        check_row_lengths("audit", formula, n)
+        check_packed_totals("audit", formula, n)
         return cls(formula, layers)
 
     @property

@@ -20,11 +20,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from lowtri.ops.call import Call, Inputs, Positions, Result
+from lowtri.ops.call import Call, Inputs, Placement, Result
 
-__all__ = ["BACKENDS", "Backend", "Drawn", "GradientSource", "LostSums", "Prepared"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Drawn",
+    "GradientSource",
+    "LostSums",
+    "Prepared",
+    "PreparedForAnyKeys",
+    "PreparedForSomeValues",
+    "PreparedWithGradients",
+]
 
 BACKENDS = ("cpu", "sdpa", "flex", "formula", "reference")
 
@@ -59,19 +69,22 @@ class LostSums(Exception):
 class Prepared(ABC):
     """A prepared call: runs on any arrays of the same signature, also from several threads at once.
 
-    What the results depend on is abstract: a class that derives from a prepared call, as the one for other keys, has to say it.
+    What the results depend on is abstract: a class that derives from a prepared call, as the one for other keys, has to say it. What
+    only some prepared calls can do is a kind of its own, whose methods are abstract, too.
 
     Attributes:
         nbytes: memory that it holds between runs.
-        any_keys: ``at`` prepares it for other keys and positions, in a fraction of the time of a new call.
     """
 
     nbytes: int = 512
-    any_keys: ClassVar[bool] = False
 
     @abstractmethod
-    def run(self, inputs: Inputs) -> Result:
-        """The result, with the ``state`` that ``gradients`` needs, if it needs one and the call needs gradients."""
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
+        """The result, with the ``state`` that gradients need, if they need one and the call needs gradients.
+
+        Args:
+            seed: of the dropout, which each run else draws.
+        """
 
     @abstractmethod
     def gradient_source(self) -> GradientSource:
@@ -88,6 +101,11 @@ class Prepared(ABC):
         """
         return None
 
+
+class PreparedWithGradients(Prepared):
+    """A prepared call that computes its own gradients: those of ``GradientSource.LSE`` and ``STATE`` are of this kind."""
+
+    @abstractmethod
     def gradients(self, inputs: Inputs, output: Any, state: Any, d_output: Any, d_lse: Any = None) -> Inputs:
         """The gradients of the inputs, None where none is needed, in any dtype.
 
@@ -95,16 +113,28 @@ class Prepared(ABC):
             state: of the result; for ``GradientSource.LSE`` the log-sum-exp, (1, B, Hq, Nq), serves, too, without dropout.
             d_output, d_lse: the gradients of the output and of the log-sum-exp.
         """
-        raise NotImplementedError
 
+
+class PreparedForSomeValues(Prepared):
+    """A prepared call that keeps to the mask for finite, moderate numbers only; with others ``engine="auto"`` runs another backend."""
+
+    def checks_values(self) -> bool:
+        return True
+
+    @abstractmethod
     def is_exact_for(self, inputs: Inputs, d_output: Any = None) -> bool:
         """Whether it keeps to the mask for these inputs, or in the backward for this gradient of the output."""
-        raise NotImplementedError
 
-    def at(self, positions: Positions, k_strides: tuple[int, ...], v_strides: tuple[int, ...]) -> Prepared | None:
+
+class PreparedForAnyKeys(Prepared):
+    """A prepared call that becomes one for other keys and positions in a fraction of the time of a new call."""
+
+    @abstractmethod
+    def with_keys(
+        self, placement: Placement, k_strides: tuple[int, ...], v_strides: tuple[int, ...]
+    ) -> Prepared | None:
         """This call for other keys and positions, strides in elements; None where it cannot run them. It reads the first
-        ``positions.nk`` keys, and its inputs may hold more."""
-        raise NotImplementedError
+        ``placement.nk`` keys, and its inputs may hold more."""
 
 
 class Backend(Protocol):

@@ -62,7 +62,7 @@ def why_not(call: Call) -> str | None:
     *_, d, dv = call.sizes
     missing = {
         f"{call.transformation}, which it does not support": call.transformation is not None,
-        "the tensors are fake": call.opaque is not None and "FakeTensor" in call.opaque,
+        "the tensors are fake": call.why_unreadable is not None and "FakeTensor" in call.why_unreadable,
         "there is nothing to attend to": 0 in (*call.q.shape, *call.v.shape),
         "it does not drop weights": bool(call.dropout),
         "it does not return weights": call.return_weights,
@@ -101,8 +101,9 @@ class _Compiled(Prepared):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
-        call, (q, k, v, bias, sinks) = self.call, inputs
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
+        call, sinks = self.call, inputs.sinks
+        q, k, v = inputs[:3]
         if self.fully_masked_queries is not None:
             q = q.masked_fill(self.fully_masked_queries, 0)
         if self.fully_masked_keys is not None:
@@ -111,7 +112,7 @@ class _Compiled(Prepared):
             q,
             k,
             v,
-            score_mod=score_mod_of(call.softcap, bias),
+            score_mod=score_mod_of(call.softcap, inputs.bias),
             block_mask=self.block_mask,
             scale=call.scale,
             group=call.group,
@@ -169,12 +170,12 @@ def score_mod_of(softcap: float | None, bias: Tensor | None) -> Callable[..., Te
             return None
         return lambda score, b, h, q, k: softcap * torch.tanh(score / softcap)
     # A factor of 0 broadcasts: every index is a tensor, also where the bias has one entry.
-    by_b, by_h, by_q, by_k = (int(n > 1) for n in bias.shape)
+    by = [int(n > 1) for n in bias.shape]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        return score + bias[b * by_b, h * by_h, q * by_q, k * by_k]
+        return score + bias[b * by[0], h * by[1], q * by[2], k * by[3]]
 
     return score_mod
 

@@ -1,7 +1,7 @@
-"""The backend ``formula``: the formula of attention in torch, one tile of queries after another, each with the keys that it may see.
+"""The backend ``formula``: the formula of attention in torch, one block of queries after another, each with the keys that it may see.
 
-It supports every option, any device, and gradients to any order. Each tile is recomputed for its gradient, so memory grows with
-the tile and not with Nq x Nk. It is the plain formula of the precision contract: float16 and bf16 round inputs, weights and output.
+It supports every option, any device, and gradients to any order. Each block is recomputed for its gradient, so memory grows with
+the block and not with Nq x Nk. It is the plain formula of the precision contract: float16 and bf16 round inputs, weights and output.
 
 Two products over visible pairs, each the gradient of the other, keep hidden values out of every result, forward and backward:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +28,19 @@ from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.dropout import kept_scale, kept_tensor, new_seed
 from lowtri.ops.tensors import loop_over_vmapped_grads, transformation
 
-__all__ = ["Tile", "Tiles", "name", "no_gradient_of_received", "prepare", "supports"]
+__all__ = ["Block", "FormulaCall", "name", "no_gradient_of_received", "prepare", "supports"]
 
 name = "formula"
 
-Tile: TypeAlias = tuple[int, int, int, int]  # first query, one past the last, and the same of the keys
+
+class Block(NamedTuple):
+    """Some queries, and the keys that any of them may see: the first, and one past the last."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
 
 _TABLE_BYTES = 2**20  # the largest table that is kept
 _SCORES_IN_TILE = 2**23  # over all heads: 32 MB in float32
@@ -44,33 +52,32 @@ def supports(call: Call) -> str | None:
 
 
 def prepare(call: Call) -> Prepared:
-    return Tiles(call)
+    return FormulaCall(call)
 
 
-class Tiles(Prepared):
-    """The tiles of queries, each with the range of keys that any of its queries sees.
+class FormulaCall(Prepared):
+    """The blocks of queries, each with the range of keys that any of its queries sees.
 
     Args:
         call: the call.
-        score_mod: applied to the scaled scores of a tile (B, Hq, n, Nk) and the tile (first query, one past the last, and the same
+        score_mod: applied to the scaled scores of a block (B, Hq, n, Nk) and the block (first query, one past the last, and the same
             of its keys), before the mask; torch differentiates it, with all tensors that it reads. At hidden pairs it is applied to
             0, and its result is not used.
-        seed: of the dropout, which each run else draws.
     """
 
-    def __init__(
-        self, call: Call, score_mod: Callable[[Tensor, Tile], Tensor] | None = None, seed: int | None = None
-    ) -> None:
-        self.call, self.score_mod, self._table = call, score_mod, None
-        self.seed = None if seed is None else torch.tensor(seed)
-        batch, heads, _, nq, nk, *_ = call.sizes
-        size = max(TILE_Q, _SCORES_IN_TILE // max(1, batch * heads * nk) // TILE_Q * TILE_Q)
+    def __init__(self, call: Call, score_mod: Callable[[Tensor, Block], Tensor] | None = None) -> None:
+        self.call = call
+        self.score_mod = score_mod
+        self._table = None
+        sizes = call.sizes
+        nq, nk = sizes.nq, sizes.nk
+        size = max(TILE_Q, _SCORES_IN_TILE // max(1, sizes.batch * sizes.heads * nk) // TILE_Q * TILE_Q)
         starts = range(0, nq, size) if nq else [0]
         if len(starts) > 1:
             plan = call.plan()
-            self.tiles = [(q0, min(q0 + size, nq), *_key_range(plan, q0, min(q0 + size, nq))) for q0 in starts]
+            self.blocks = [Block(q0, min(q0 + size, nq), *_key_range(plan, q0, min(q0 + size, nq))) for q0 in starts]
         else:
-            self.tiles = [(0, nq, 0, nk)]
+            self.blocks = [Block(0, nq, 0, nk)]
             written = max(len(call.q_positions), len(call.k_positions), math.prod(call.mask.batch)) * nq * nk
             if written <= _TABLE_BYTES:
                 self._table = torch.from_numpy(call.visible()).to(call.device)
@@ -82,47 +89,48 @@ class Tiles(Prepared):
     def checks_values(self) -> bool:
         return False
 
-    def visible(self, tile: Tile, device: torch.device) -> Tensor:
-        """The table of a tile, (B|1, Hq|1, n, Nk)."""
+    def visible(self, block: Block, device: torch.device) -> Tensor:
+        """The table of a block, (B|1, Hq|1, n, Nk)."""
         if self._table is not None:
             return self._table.to(device)
-        return torch.from_numpy(self.call.visible(*tile)).to(device)
+        return torch.from_numpy(self.call.visible(*block)).to(device)
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         if not self.call.is_numpy:
-            return self._run(inputs)
+            return self._run(inputs, seed)
         with torch.no_grad():
-            result = self._run(Inputs(*(None if x is None else _as_tensor(x) for x in inputs)))
+            result = self._run(Inputs(*(None if x is None else _as_tensor(x) for x in inputs)), seed)
         return Result(*(None if x is None else x.numpy() for x in result))
 
-    def _run(self, inputs: Inputs) -> Result:
-        # Tiles are recomputed for their gradients; torch.func does not support that.
-        recompute = len(self.tiles) > 1 and torch.is_grad_enabled() and transformation() is None
-        seed = self.seed
+    def _run(self, inputs: Inputs, seed: Any) -> Result:
+        # Blocks are recomputed for their gradients; torch.func does not support that.
+        recompute = len(self.blocks) > 1 and torch.is_grad_enabled() and transformation() is None
         if self.call.dropout and seed is None:
-            seed = torch.as_tensor(new_seed(self.call.is_numpy))
+            seed = new_seed(self.call.is_numpy)
+        seed = None if seed is None else torch.as_tensor(seed)
         parts = []
-        # Last tile first: under a causal mask it has the most keys, and the others fit into the memory that it frees.
-        for tile in reversed(self.tiles):
-            arguments: Any = (self, tile, seed, *_slices(inputs, self.call.distance_low is None, *tile))
+        # Last block first: under a causal mask it has the most keys, and the others fit into the memory that it frees.
+        for block in reversed(self.blocks):
+            arguments: Any = (self, block, seed, *_slices(inputs, self.call.distance_low is None, block))
             parts.append(checkpoint(_attend, *arguments, use_reentrant=False) if recompute else _attend(*arguments))
-        outputs, weights, lses, sums = zip(*parts[::-1], strict=True)
-        all_weights = _joined(weights) if self.call.return_weights else None
-        all_lses = _joined(lses) if self.call.return_lse else None
+        parts.reverse()
+        weights = _joined([part.weights for part in parts]) if self.call.return_weights else None
+        lse = _joined([part.lse for part in parts]) if self.call.return_lse else None
         received = None
         if self.call.return_received:
+            sums: list[Any] = [part.received for part in parts]
             received = WithoutGradient.apply(torch.stack(sums).sum(0))
-        return Result(_joined(outputs), all_weights, all_lses, received=received)
+        return Result(_joined([part.output for part in parts]), weights, lse, received=received)
 
 
 def _joined(parts: Any) -> Tensor:
-    """The results of all tiles, along the queries."""
+    """The results of all blocks, along the queries."""
     whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     return whole
 
 
 def _key_range(plan: Plan, start: int, stop: int) -> tuple[int, int]:
-    """Indices of the first key and one past the last that any query in ``start .. stop`` may see, to the tile."""
+    """Indices of the first key and one past the last that any query in ``start .. stop`` may see, to the block."""
     first, last = plan.nk, 0
     for mask in range(plan.masks):
         top, bottom = mask * plan.rows + start // TILE_Q, mask * plan.rows + -(-stop // TILE_Q)
@@ -133,34 +141,43 @@ def _key_range(plan: Plan, start: int, stop: int) -> tuple[int, int]:
     return (first, min(last, plan.nk)) if last else (0, 0)
 
 
-def _slices(inputs: Inputs, by_pairs: bool, q0: int, q1: int, k0: int, k1: int) -> Inputs:
-    q, k, v, bias, sinks = inputs
+def _slices(inputs: Inputs, by_pairs: bool, block: Block) -> Inputs:
+    queries = slice(block.q0, block.q1)
+    keys = slice(block.k0, block.k1)
+    bias = inputs.bias
     if bias is not None and by_pairs:
-        bias = bias[:, :, q0:q1] if bias.shape[2] > 1 else bias
-        bias = bias[..., k0:k1] if bias.shape[3] > 1 else bias
-    return Inputs(q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], bias, sinks)
+        bias = bias[:, :, queries] if bias.shape[2] > 1 else bias
+        bias = bias[..., keys] if bias.shape[3] > 1 else bias
+    return Inputs(inputs.q[:, :, queries], inputs.k[:, :, keys], inputs.v[:, :, keys], bias, inputs.sinks)
+
+
+class _BlockResult(NamedTuple):
+    """What one block computes; None for what is not returned."""
+
+    output: Tensor  # (B, Hq, n, Dv)
+    weights: Tensor | None  # (B, Hq, n, Nk), with all keys
+    lse: Tensor | None  # (B, Hq, n)
+    received: Tensor | None  # (B, Hq, Nk): the sums of the weights over the queries
 
 
 def _attend(
-    prepared: Tiles,
-    tile: Tile,
+    prepared: FormulaCall,
+    block: Block,
     seed: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """One tile of queries and the keys that they may see; the query heads of a group are stacked as rows.
-
-    Returns the output, the weights with all keys, the log-sum-exp, and the weights' sums over the queries for all keys; None for
-    what is not returned.
-    """
+) -> _BlockResult:
+    """One block of queries and the keys that they may see; the query heads of a group are stacked as rows."""
     call = prepared.call
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    kv_heads, group, n = k.shape[1], call.group, q.shape[2]
-    # Made here, so that a tile that will be recomputed does not hold its table meanwhile. None: every query sees every key.
-    visible = None if call.shows_all else prepared.visible(tile, q.device)  # (B|1, Hq|1, n, Nk)
+    kv_heads = k.shape[1]
+    group = call.group
+    n = q.shape[2]
+    # Made here, so that a block that will be recomputed does not hold its table meanwhile. None: every query sees every key.
+    visible = None if call.shows_all else prepared.visible(block, q.device)  # (B|1, Hq|1, n, Nk)
 
     def rows(x: Tensor) -> Tensor:  # (B, Hq, n, ...) -> (B, Hkv, group * n, ...)
         return x if group == 1 else x.unflatten(1, (kv_heads, group)).flatten(2, 3)
@@ -176,9 +193,9 @@ def _attend(
     if call.softcap is not None:
         s = call.softcap * torch.tanh(s / call.softcap)
     if bias is not None:
-        s = s + (bias if call.distance_low is None else call.bias_of_pairs(bias, *tile)).to(wide)
+        s = s + (bias if call.distance_low is None else call.bias_of_pairs(bias, *block)).to(wide)
     if prepared.score_mod is not None:
-        s = prepared.score_mod(s, tile).to(wide)
+        s = prepared.score_mod(s, block).to(wide)
     if visible is not None:
         s = s.masked_fill(~visible, -torch.inf)
     if sinks is not None:
@@ -187,24 +204,22 @@ def _attend(
     used = weights = exact.to(dtype)
     if call.dropout:
         assert seed is not None, "a run with dropout draws one"
-        q0, q1, k0, k1 = tile
-        of_tile = call.q_positions[:, q0:q1], call.k_positions[:, k0:k1]
-        kept = kept_tensor(seed.to(q.device), call.dropout, (weights.shape[0], weights.shape[1]), *of_tile)
+        positions = call.q_positions[:, block.q0 : block.q1], call.k_positions[:, block.k0 : block.k1]
+        kept = kept_tensor(seed.to(q.device), call.dropout, (weights.shape[0], weights.shape[1]), *positions)
         used = (weights * kept_scale(call.dropout)) * kept
     if bias is not None or prepared.score_mod is not None:  # a row whose scores are -inf everywhere sees nothing
         some = ~((s[..., : k.shape[2]] == -torch.inf).all(dim=3, keepdim=True) | nothing)
         some = some if visible is None else visible & some
         shown = rows(some.expand(q.shape[0], kv_heads * group, -1, k.shape[2]))
     output = heads(_applied(VisibleSum, rows(used.to(wide)), v.to(wide), shown)).to(dtype)
-    _, _, k0, k1 = tile
-    others = k0, call.k.shape[2] - k1
+    others = block.k0, call.k.shape[2] - block.k1
     all_weights = _with_others(weights, others) if call.return_weights else None
     received = _with_others(exact.sum(2), others) if call.return_received else None
-    return output, all_weights, lse, received
+    return _BlockResult(output, all_weights, lse, received)
 
 
 def _with_others(weights: Tensor, others: tuple[int, int]) -> Tensor:
-    """Weights of a tile with the zeros of so many keys before and behind it."""
+    """Weights of a block with the zeros of so many keys before and behind it."""
     return torch.nn.functional.pad(weights, others) if any(others) else weights
 
 

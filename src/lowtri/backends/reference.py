@@ -44,20 +44,22 @@ class _Definition(Prepared):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         """Results in the dtype of q, log-sum-exp in float64 or float32."""
         call, like = self.call, inputs.q
-        q, k, v, bias, sinks = map(_in_float64, inputs)
+        exact = Inputs(*map(_in_float64, inputs))
+        bias = exact.bias
         if call.distance_low is not None:
             bias = call.bias_of_pairs(bias)
-        options: Any = {"scale": call.scale, "softcap": call.softcap, "bias": bias, "sinks": sinks}
+        options: Any = {"scale": call.scale, "softcap": call.softcap, "bias": bias, "sinks": exact.sinks}
         state = None
         if call.dropout:
-            state = Drawn(int(new_seed(call.is_numpy)))
-            batch, heads, *_ = call.sizes
-            is_kept = kept(state.seed, call.dropout, (batch, heads), call.q_positions, call.k_positions)
+            state = Drawn(int(new_seed(call.is_numpy) if seed is None else seed))
+            is_kept = kept(
+                state.seed, call.dropout, (call.sizes.batch, call.sizes.heads), call.q_positions, call.k_positions
+            )
             options["dropout"] = is_kept * kept_scale(call.dropout)
-        steps = attend(q, k, v, call.visible(), **options)
+        steps = attend(exact.q, exact.k, exact.v, call.visible(), **options)
         received = steps.weights.sum(axis=2) if call.return_received else None
         if call.is_numpy:
             at_least = np.promote_types(like.dtype, np.float32)

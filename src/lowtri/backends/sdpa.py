@@ -8,13 +8,13 @@ see nothing give 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.backends import GradientSource, Prepared
+from lowtri.backends import GradientSource, Prepared, PreparedForSomeValues, PreparedWithGradients
 from lowtri.compat.torch_private import scaled_dot_product_attention
 from lowtri.masks.formulas import causal
 from lowtri.ops.call import Call, Inputs, Result
@@ -24,7 +24,7 @@ __all__ = ["name", "needs_table", "prepare", "supports"]
 name = "sdpa"
 
 _HUGE = {"float16": 1e36, "bfloat16": 1e36, "float32": 1e36, "float64": 1e306}
-_FEW_QUERIES = 16  # fewer may see few keys: to cut the arrays to these saves most of the inspection
+_WHOLE_FROM_QUERIES = 16  # fewer may see few keys: to cut the arrays to these saves most of the inspection
 
 
 def supports(call: Call) -> str | None:
@@ -56,7 +56,17 @@ def _is_torch_causal(call: Call) -> bool:
     return not call.positions_given and call.q.shape[2] == call.k.shape[2] and call.mask == causal()
 
 
-class _Fused(Prepared):
+class _Arguments(NamedTuple):
+    """What torch's function gets, and which queries see nothing."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor | None  # bools, or the bias with -inf where hidden
+    fully_masked_queries: Tensor | None
+
+
+class _Fused(PreparedWithGradients, PreparedForSomeValues):
     """A call of torch's function.
 
     It passes ``is_causal``, or no mask, or a table that is cut to the keys that any query sees. A query that sees nothing sees all
@@ -66,7 +76,7 @@ class _Fused(Prepared):
     def __init__(self, call: Call) -> None:
         self.call, self.huge = call, _HUGE[call.dtype]
         with_table = needs_table(call)
-        self.has_state = call.needs_grad and call.opaque is None and not call.dropout
+        self.has_state = call.needs_grad and call.why_unreadable is None and not call.dropout
         self.options: dict[str, Any] = {"scale": call.scale, "is_causal": not with_table and _is_torch_causal(call)}
         if call.dropout:
             self.options["dropout_p"] = call.dropout
@@ -83,9 +93,6 @@ class _Fused(Prepared):
 
     def gradient_source(self) -> GradientSource:
         return GradientSource.STATE if self.has_state else GradientSource.GRAPH
-
-    def checks_values(self) -> bool:
-        return True
 
     def _prepare_table(self, call: Call) -> None:
         def tensor(table: Any) -> Tensor | None:
@@ -104,7 +111,11 @@ class _Fused(Prepared):
         self.fully_masked_queries, self.fully_masked_keys = tensor(no_key), tensor(no_query[..., None])
         self.table = None if visible.all() else torch.from_numpy(visible | no_key).to(call.device)
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
+        if seed is not None:  # torch's function draws from the generator of its device
+            with torch.random.fork_rng([inputs.q.device] if inputs.q.is_cuda else []):
+                torch.manual_seed(int(seed))
+                return self.run(inputs)
         if not self.has_state:
             return Result(self._output(inputs))
         with torch.enable_grad():  # the gradients need the graph that torch records
@@ -113,9 +124,10 @@ class _Fused(Prepared):
         return Result(output.detach(), state=(output, leaves))
 
     def _output(self, inputs: Inputs) -> Tensor:
-        q, k, v, table, fully_masked_queries = self._arguments(inputs)
-        output: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=table, **self.options)
-        return output if fully_masked_queries is None else output.masked_fill(fully_masked_queries, 0)
+        given = self._arguments(inputs)
+        output: Tensor = scaled_dot_product_attention(given.q, given.k, given.v, attn_mask=given.table, **self.options)
+        sees_nothing = given.fully_masked_queries
+        return output if sees_nothing is None else output.masked_fill(sees_nothing, 0)
 
     def gradients(self, inputs: Inputs, output: Any, state: Any, d_output: Any, d_lse: Any = None) -> Inputs:
         output, leaves = state
@@ -129,29 +141,28 @@ class _Fused(Prepared):
         Where q, k, v and their products are finite, a hidden pair counts for exactly 0. The output alone would not show it: torch
         may also drop a NaN that a query does see.
         """
-        q, k, v, bias, _ = inputs
         if d_output is not None:
-            most = v.shape[3] * _magnitude(d_output)
-            return most * _magnitude(v) < self.huge or most * _magnitude(self._arguments(inputs)[2]) < self.huge
+            most = inputs.v.shape[3] * _magnitude(d_output)
+            return most * _magnitude(inputs.v) < self.huge or most * _magnitude(self._arguments(inputs).v) < self.huge
         # Few queries may see little of a large cache: then only that is looked at.
-        if q.shape[2] >= _FEW_QUERIES:
-            tame = self._is_tame(q, k, v, bias)
+        if inputs.q.shape[2] >= _WHOLE_FROM_QUERIES:
+            tame = self._is_tame(inputs.q, inputs.k, inputs.v, inputs.bias)
             if tame or self.table is None:
                 return tame
-        q, k, v, table, _ = self._arguments(inputs)  # without what no query sees
-        return self._is_tame(q, k, v, None if bias is None else table)
+        given = self._arguments(inputs)  # without what no query sees
+        return self._is_tame(given.q, given.k, given.v, None if inputs.bias is None else given.table)
 
     def _is_tame(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
         """Whether neither a number nor a product of these is NaN, infinite or near overflow (-inf in a bias hides)."""
-        of_q, of_k, of_v = _magnitude(q), _magnitude(k), _magnitude(v)
-        of_bias = 0.0 if bias is None or bias.numel() == 0 else max(bias.detach().amax().item(), 0.0)
-        score = q.shape[3] * of_q * of_k * max(1.0, abs(self.call.scale))  # at most
-        return bool(score + of_q + of_k + of_v + of_bias < self.huge)
+        q_magnitude = _magnitude(q)
+        k_magnitude = _magnitude(k)
+        greatest_bias = 0.0 if bias is None or bias.numel() == 0 else max(bias.detach().amax().item(), 0.0)
+        score = q.shape[3] * q_magnitude * k_magnitude * max(1.0, abs(self.call.scale))  # at most
+        return bool(score + q_magnitude + k_magnitude + _magnitude(v) + greatest_bias < self.huge)
 
-    def _arguments(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """q, k, v, and the table as torch's function gets them (bools, or the bias with -inf where hidden); and which queries see
-        nothing."""
-        q, k, v, bias, _ = inputs
+    def _arguments(self, inputs: Inputs) -> _Arguments:
+        q, k, v = inputs[:3]
+        bias = inputs.bias
         if self.keys is not None:  # a new token under a window, the tail of a cache
             k, v = k[:, :, self.keys], v[:, :, self.keys]
             bias = bias[..., self.keys] if bias is not None and bias.shape[3] > 1 else bias
@@ -166,7 +177,7 @@ class _Fused(Prepared):
             hidden = (table == -torch.inf).all(dim=3, keepdim=True)
             fully_masked_queries = hidden if fully_masked_queries is None else hidden | fully_masked_queries
             table = table.masked_fill(fully_masked_queries, 0)
-        return q, k, v, table, fully_masked_queries
+        return _Arguments(q, k, v, table, fully_masked_queries)
 
 
 def _magnitude(x: Tensor) -> float:

@@ -214,7 +214,7 @@ def mask(
     """
     from lowtri.errors import DataError
     from lowtri.masks import mask as mask_of
-    from lowtri.masks.label_masks import check_row_lengths
+    from lowtri.masks.label_masks import check_packed_totals
     from lowtri.pictures.grids import MAX_CELLS
     from lowtri.pictures.labels import split
     from lowtri.pictures.masks import picture_size
@@ -237,9 +237,9 @@ def mask(
         n = len(labels)
     elif n is None:
         n = max(min(picture_size(*masks)[1], MAX_CELLS if ticks or numbers or latex else _MOST), queries or 0)
-        n = min(n, *(total for each in masks for total in each.row_lengths), _MOST)
+        n = min(n, *(total for each in masks for total in each.packed_totals), _MOST)
     for each in masks:  # a picture may show the beginning of a row, and nothing behind its end
-        check_row_lengths("mask", each, n, whole=False)
+        check_packed_totals("mask", each, n, complete=False)
     nq = n if queries is None else queries
     if nq > n:
         raise DataError(f"mask: --queries is {nq}, but there are {n} positions. Fix: at most {n}.")
@@ -257,7 +257,7 @@ def mask(
     lines += [drawn, ""]
     for shown in facts:
         name = f"{shown['mask']}: " if beside is not None else ""
-        causal = "causal" if shown["causal"] else "not causal: somebody sees a later position"
+        causal = "causal" if shown["causal"] else "not causal: some query sees a later position"
         lines.append(f"{remark}{name}{_count(shown)}; {causal}")
     print_result({**facts[0], "beside": facts[1]} if beside is not None else facts[0], "\n".join(lines), json)
 
@@ -269,12 +269,13 @@ def _select(mask: Any, batch: int | None, head: int | None) -> Any:
 
     if batch is None and head is None:
         return mask
-    rows, columns = (*mask.batch, 1, 1)[:2]
+    rows = mask.batch[0] if mask.batch else 1
+    columns = mask.batch[1] if len(mask.batch) > 1 else 1
     if head is None and columns > 1:
-        return heads([mask.at(batch, h) for h in range(columns)])
+        return heads([mask.for_row(batch, h) for h in range(columns)])
     if batch is None and rows > 1:
         raise DataError(f"mask: --head {head} of a mask with {rows} batch rows. Fix: say --batch as well.")
-    return mask.at(batch or 0, head or 0)
+    return mask.for_row(batch or 0, head or 0)
 
 
 def _facts(mask: Any, nq: int, n: int) -> dict[str, Any]:

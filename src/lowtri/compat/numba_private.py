@@ -6,6 +6,7 @@ compilation are changed. Where a name is missing, kernels cannot be compiled; a 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from numba._dynfunc import make_function
@@ -76,7 +77,8 @@ class _LinkedLowering(NativeLowering):
 class _ConstantAttributes(FunctionPass):
     """Attributes of arguments whose types have them as ``constants`` become constants, before branches on constants are removed.
 
-    So what such a branch excludes is not compiled, and need not have types.
+    So what such a branch excludes is not compiled, and need not have types. A type may have ``members``: the types of attributes that
+    have constants themselves.
     """
 
     _name = "constant_attributes"
@@ -86,16 +88,22 @@ class _ConstantAttributes(FunctionPass):
 
     def run_pass(self, state: Any) -> bool:
         statements = [x for block in state.func_ir.blocks.values() for x in block.body if isinstance(x, ir.Assign)]
-        constants = {
-            x.target.name: getattr(state.args[x.value.index], "constants", {})
-            for x in statements
-            if isinstance(x.value, ir.Arg)
-        }
+        assignments = Counter(x.target.name for x in statements)
+        kinds: dict[str, Any] = {}  # of the variables that are assigned once, from an argument or a member of one
         for x in statements:
-            if isinstance(x.value, ir.Expr) and x.value.op == "getattr":
-                known = constants.get(x.value.value.name, {})
-                if x.value.attr in known:
-                    x.value = ir.Const(known[x.value.attr], x.loc)
+            kind = None
+            if isinstance(x.value, ir.Arg):
+                kind = state.args[x.value.index]
+            elif isinstance(x.value, ir.Var):
+                kind = kinds.get(x.value.name)
+            elif isinstance(x.value, ir.Expr) and x.value.op == "getattr":
+                owner, name = kinds.get(x.value.value.name), x.value.attr
+                kind = getattr(owner, "members", {}).get(name)
+                constants = getattr(owner, "constants", {})
+                if name in constants:
+                    x.value = ir.Const(constants[name], x.loc)
+            if kind is not None and assignments[x.target.name] == 1:
+                kinds[x.target.name] = kind
         state.func_ir._definitions = build_definitions(state.func_ir.blocks)
         return True
 

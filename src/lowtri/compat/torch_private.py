@@ -117,6 +117,11 @@ def vmap_level() -> int:
     return level
 
 
+below_autograd = _private(
+    "_C._AutoDispatchBelowAutograd"
+)  # () -> a context in which operators run without their autograd
+
+
 @contextmanager
 def recording_gradients() -> Iterator[None]:
     """Autograd inside a custom operator, where torch switches it off for the thread below what ``enable_grad`` reaches."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from lowtri.ops.call import Array, Options, Positions
+    from lowtri.ops.call import Array, Options, Placement
     from lowtri.ops.distance_bias import DistanceBias
 
 
@@ -157,8 +157,9 @@ def attention(
     Under ``torch.compile`` and ``torch.export`` a call is one operator of the graph, ``lowtri::attention``. Build the mask outside
     the compiled region, or pass it as text. Inside the region, masks may be built from formulas, from ``documents``, ``keys`` and
     ``table`` of tensors, and with ``&``, ``|`` and ``-``; so may biases over distances. The numbers of a mask (lengths, edges, ids,
-    windows) are inputs of the graph, so that one program serves other documents, too; those of a text are compiled.
-    ``return_weights``, ``return_received``, ``dropout`` and ``where`` cause a graph break.
+    windows) are inputs of the graph, so that one program serves other documents, too; those of a text are compiled. Dropout drops
+    the weights that the call outside of the program drops after the same ``torch.manual_seed``; torch's own, by
+    ``engine="sdpa"``, others. A mask of ``where`` causes a graph break.
 
     Raises:
         CallError: if the arguments do not fit together, or the returned weights would not fit into memory.
@@ -167,12 +168,14 @@ def attention(
 
     Source: Vaswani et al. 2017, section 3.2.
     """
-    positions = None if q_positions is None and k_positions is None else (q_positions, k_positions)
-    ready, _ = find(
-        q, k, v, bias, sinks, positions, mask, scale, softcap, dropout, return_weights, return_lse, engine, return_received
-    )  # fmt: skip
-    if ready is not None:
-        return ready(q, k, v, bias, sinks) if ready.plain is None else ready.plain(q, k, v)
+    is_in_program = is_traced()  # asked first: what a program reads on its way is compared at each of its calls
+    if not is_in_program:
+        positions = None if q_positions is None and k_positions is None else (q_positions, k_positions)
+        ready, _ = find(
+            q, k, v, bias, sinks, positions, mask, scale, softcap, dropout, return_weights, return_lse, engine, return_received
+        )  # fmt: skip
+        if ready is not None:
+            return ready(q, k, v, bias, sinks) if ready.plain is None else ready.plain(q, k, v)
     options = CallOptions(
         scale,
         softcap,
@@ -186,7 +189,7 @@ def attention(
         engine,
         return_received,
     )
-    if not is_traced():
+    if not is_in_program:
         if "NestedTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):  # torch's class of jagged tensors
             from lowtri.dispatch.jagged import attend_jagged
 
@@ -197,15 +200,16 @@ def attention(
     return traced(*cast_for_autocast(q, k, v)[1:], mask, options)
 
 
-def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Positions) -> Any:
+def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Placement) -> Any:
     """The results of :func:`attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
 
     Equal to a call at these positions, which are checked already. ``options`` have no bias, positions, weights or lse.
     """
     scale, softcap, _, sinks, dropout, _, _, *rest = options
-    ready, _ = find(q, k, v, None, sinks, positions, mask, scale, softcap, dropout, *rest)
-    if ready is not None:
-        return ready(q, k, v, None, sinks) if ready.plain is None else ready.plain(q, k, v)
+    if not is_traced():
+        ready, _ = find(q, k, v, None, sinks, positions, mask, scale, softcap, dropout, *rest)
+        if ready is not None:
+            return ready(q, k, v, None, sinks) if ready.plain is None else ready.plain(q, k, v)
     nk, given = positions.nk, options._replace(q_positions=positions.q, k_positions=positions.k)
     return attention(q, k[..., :nk, :], v[..., :nk, :], mask, **given._asdict())
 
@@ -242,7 +246,7 @@ def which_engine(
     ready = prepare(call, engine)
     other = ready.fallback(inputs)
     chosen = ready.backend if other is None else other.backend
-    return explain_choice(call, chosen, None if other is None else ready.backend, by_name=engine != "auto")
+    return explain_choice(call, chosen, None if other is None else ready.backend, engine_was_named=engine != "auto")
 
 
 def merge(outputs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from lowtri.backends import GradientSource, LostSums, Prepared
-from lowtri.backends.formula import Tiles, no_gradient_of_received
+from lowtri.backends.formula import FormulaCall, no_gradient_of_received
 from lowtri.compat.torch_private import apply_function, saved_tensors_hooks
 from lowtri.errors import CallError
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.tensors import active_mode, dense_keys, is_dense_cpu, loop_over_vmapped_grads
 
 
-def differentiable(prepared: Prepared, call: Call, inputs: Inputs) -> Result:
+def differentiable(prepared: Prepared, call: Call, inputs: Inputs, seed: Any = None) -> Result:
     """The result of a prepared call, with gradients."""
     # Each argument takes microseconds, so most calls have three tensors only.
     arrays = inputs[:3] if inputs.bias is None and inputs.sinks is None else inputs
-    apply = apply_to_dense if call.opaque is None else _Differentiable.apply
-    results = apply(lambda *arrays: prepared.run(Inputs(*arrays)), prepared, call, *arrays)
+    apply = apply_to_dense if call.why_unreadable is None else _Differentiable.apply
+    results = apply(lambda *arrays: prepared.run(Inputs(*arrays), seed), prepared, call, *arrays)
     if not isinstance(results, tuple):
         return Result(results)
     output, weights, lse, received = results
@@ -126,13 +126,13 @@ def _by_formula(
 ) -> list[Tensor | None]:
     """The gradients of the inputs that are ``wanted``; with a graph where torch records one. ``seed``: of the dropout."""
     dtype = torch.float64 if prepared.gradient_source() is GradientSource.FORMULA else None
-    formula = Tiles(call, seed=seed)
+    formula = FormulaCall(call)
     recording = torch.is_grad_enabled()
 
     def results(arrays: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """The results that have a gradient."""
         cast = (x if x is None or dtype is None else x.to(dtype) for x in arrays)
-        result = formula.run(Inputs(*cast))
+        result = formula.run(Inputs(*cast), seed)
         return tuple(x for x, d_x in zip(result, d_result, strict=True) if x is not None and d_x is not None)
 
     d_results = [d_x for d_x in d_result if d_x is not None]

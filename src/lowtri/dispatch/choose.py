@@ -14,7 +14,7 @@ from lowtri.backends import BACKENDS, Backend
 from lowtri.drawing import with_drawings
 from lowtri.errors import EngineError, ExtraError
 from lowtri.extras import is_installed, missing
-from lowtri.masks.tile import shown
+from lowtri.masks.tile import short_repr
 from lowtri.ops.call import Call
 
 
@@ -119,7 +119,7 @@ def load(name: str) -> Backend:
 def choose(call: Call, name: str, *, exclude: str | None = None) -> str:
     """The name of the backend that runs the call. ``name`` is a backend or "auto", which never chooses ``exclude``."""
     if not isinstance(name, str):
-        raise EngineError(f"attention: engine is {shown(name)}; expected a name: auto, {', '.join(BACKENDS)}.")
+        raise EngineError(f"attention: engine is {short_repr(name)}; expected a name: auto, {', '.join(BACKENDS)}.")
     if name == "auto":
         if call.device == "cpu":
             _warn_without_kernels()
@@ -147,10 +147,10 @@ def _warn_without_kernels() -> None:
         warnings.warn(f"lowtri: {sentence}", stacklevel=2)
 
 
-def explain_choice(call: Call, name: str, excluded: str | None, by_name: bool) -> Choice:
+def explain_choice(call: Call, name: str, excluded: str | None, engine_was_named: bool) -> Choice:
     """The choice of ``name`` with its reason; ``excluded`` is the backend that the rules choose and the inputs rule out."""
     answers = _answers(call)
-    reason = "requested by name" if by_name else answers[name].removeprefix("yes: ")
+    reason = "requested by name" if engine_was_named else answers[name].removeprefix("yes: ")
     if excluded is not None:
         reason = (
             f"{excluded} is excluded, since an input holds NaN, infinity or huge numbers, which it may spread or drop"

@@ -59,7 +59,7 @@ def formula_for_onnx(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) ->
         results.append(lse)
     if options.return_received:
         results.append(sums)
-    restored = [call.restore(x) for x in results]
+    restored = [call.to_user_rank(x) for x in results]
     return tuple(restored) if len(restored) > 1 else restored[0]
 
 

@@ -139,8 +139,8 @@ def _over_parts(
 def _of_row(mask: Mask, b: int) -> Mask:
     """The mask of one sequence, for all of its heads."""
     if len(mask.batch) < 2:
-        return mask.at(b)
-    return heads([mask.at(b, h) for h in range(mask.batch[1])]) if mask.batch[1] > 1 else mask.at(b)
+        return mask.for_row(b)
+    return heads([mask.for_row(b, h) for h in range(mask.batch[1])]) if mask.batch[1] > 1 else mask.for_row(b)
 
 
 def _positions(of_q: NDArray[np.int64], of_k: NDArray[np.int64], from_top: bool) -> NDArray[np.int64] | None:

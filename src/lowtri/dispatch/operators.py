@@ -1,279 +1,160 @@
-"""Attention as two torch operators, for torch.compile and torch.export; and gradients from a known output and log-sum-exp.
+"""Attention as torch operators, for torch.compile and torch.export.
 
-    lowtri::attention            q, k, v and the rest -> output, log-sum-exp
-    lowtri::attention_backward   -> gradients of q, k, v, bias and sinks, as far as they need them
+    lowtri::attention                 the results of a call, with gradients
+    lowtri::attention_forward         the results, without gradients
+    lowtri::attention_for_gradients   the results, and the log-sum-exp that the gradients need
+    lowtri::attention_backward        the gradients of q, k, v, bias and sinks, as far as they are wanted
+    lowtri::dropout_seed              the seed of a call with dropout, from the generator that an eager call draws from
 
-The graph has one node for a call; masks and plans are not traced. The mask is passed as a text and the list of its arrays as
-tensors, so the same graph runs with other batches of documents. A bias over distances is passed as the tensor that it is made from
-and a text, ``bias_kind``. Eager calls on plain tensors do not use these operators.
+The graph has one node for a call (and one for its seed); masks and plans are not traced. The mask is passed as a text and the list of
+its arrays as tensors, so the same graph runs with other batches of documents. A bias over distances is passed as the tensor that it is
+made from and a text, ``bias_kind``. Eager calls on plain tensors do not use these operators.
+
+Recording gradients in Python takes longer than a small kernel. So a call that records none is ``attention_forward``; and the graphs
+of AOTAutograd have ``attention_for_gradients`` and ``attention_backward`` instead of ``attention``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowtri.backends import GradientSource
-from lowtri.compat.torch_private import outside_graph, recording_gradients
+from lowtri.compat.torch_private import below_autograd, outside_graph
+from lowtri.dispatch.backward import KnownResults, gradients_of_call
 from lowtri.dispatch.exported import exports_to_onnx, formula_for_onnx
-from lowtri.dispatch.prepared import CachedCall, autocast_device, prepared_call, run_eagerly, without_autocast
+from lowtri.dispatch.prepared import autocast_device, find, prepared_call, run_eagerly, without_autocast
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import as_mask, from_text, to_text
-from lowtri.ops.call import CallOptions, Inputs
-from lowtri.ops.distance_bias import packed_bias, unpacked_bias
+from lowtri.ops.call import CallOptions
+from lowtri.ops.distance_bias import bias_arguments, bias_from_arguments
+from lowtri.ops.dropout import new_seed
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from lowtri.ops.call import Options
+__all__ = ["traced"]
 
 
-class Gradients(NamedTuple):
-    """The gradients that :func:`attention_backward` returns, each in the shape of its input."""
+class Arguments(NamedTuple):
+    """The arguments of the operators, in their order."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None = None  # None unless the bias requires a gradient
-    sinks: Tensor | None = None  # None unless the sinks do
+    bias: Tensor | None
+    sinks: Tensor | None
+    seed: Tensor | None  # of the dropout
+    mask: str
+    arrays: Sequence[Tensor] | None  # None without any: packages of AOTInductor cannot pass an empty list of tensors
+    numbers: Sequence[int] | None  # one for each placeholder of the mask's text, -1 where that is an array
+    q_positions: Tensor | None
+    k_positions: Tensor | None
+    scale: float | None
+    softcap: float | None
+    dropout: float
+    bias_kind: str | None
+    return_weights: bool
+    return_received: bool
+    return_lse: bool
+    engine: str
 
 
-def attention_backward(
-    d_output: Tensor,
-    d_lse: Tensor | None,
-    output: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | str,
-    *,
-    wide: bool = False,
-    engine: str = "auto",
-    **options: Unpack[Options],
-) -> Gradients:
-    """The gradients of a call of :func:`lowtri.attention`, from its output and log-sum-exp, without running it again where possible.
-
-    >>> import torch, lowtri
-    >>> q, k, v, d_output = torch.randn(4, 1, 2, 8, 16).requires_grad_()
-    >>> output, lse = lowtri.attention(q, k, v, "causal", return_lse=True)
-    >>> exact = torch.autograd.grad(output, (q, k, v), d_output)
-    >>> grads = lowtri.attention_backward(d_output, None, output, lse, q, k, v, "causal")
-    >>> all(torch.allclose(a, b, atol=1e-6) for a, b in zip(grads, exact))
-    True
-
-    ``k`` and ``v`` may be a part of the keys and values that gave ``output`` and ``lse``, with their ``k_positions``. The result
-    then has the gradients of that part; those of q (and bias) add up over disjoint parts. Pass ``sinks`` with exactly one part.
-
-    Args:
-        d_output: the gradient of the output, (..., Hq, Nq, Dv).  d_lse: the gradient of the log-sum-exp, or None for 0.
-        output: (..., Hq, Nq, Dv).  lse: (..., Hq, Nq), from ``return_lse=True``.
-        wide: return gradients in float32 (float64 for float64) instead of the dtypes of the inputs, so that sums over parts round
-            once.
-        q, k, v, mask, engine, options: as in :func:`lowtri.attention`, without dropout; torch tensors.
-
-    Raises:
-        CallError: if the arguments do not fit together.
-
-    Source: the backward pass of FlashAttention (Dao et al. 2022), and of ring attention (Liu et al. 2023).
-    """
-    if options.get("dropout"):
-        raise CallError("attention_backward: dropout drew at random in the forward. Fix: torch's own backward.")
-    _check_results(q, v, d_output=d_output, output=output, lse=lse, d_lse=d_lse)
-    bias, bias_kind = packed_bias(options.get("bias"))
-    leaves: list[Any] = [x.detach().requires_grad_() for x in (q, k, v)]
-    others: Any = bias, options.get("sinks")
-    for x in others:
-        leaves.append(None if x is None else x.detach().requires_grad_(getattr(x, "requires_grad", False)))
-    settings: Any = {name: x for name, x in options.items() if name not in ("bias", "sinks")}
-    known = _Known(output, lse, d_output, torch.zeros_like(lse) if d_lse is None else d_lse)
-    call = CallOptions(return_lse=True, engine=engine, **settings)
-    return Gradients(*_gradients_of_call(leaves, bias_kind, mask, call, known, wide=wide, is_part=True))
-
-
-class _Known(NamedTuple):
-    """The results of a call and their gradients, in the user's dimensions."""
-
-    output: Tensor
-    lse: Tensor | None  # None where the forward did not compute it
-    d_output: Tensor
-    d_lse: Tensor
-
-
-def _gradients_of_call(
-    leaves: list[Any],
-    bias_kind: str | None,
-    mask: Any,
-    options: CallOptions,
-    known: _Known,
-    *,
-    wide: bool = False,
-    is_part: bool = False,
-) -> list[Any]:
-    """The gradients of q, k, v, bias and sinks, in their shapes; None for those that require none. Some backends run forward again.
-
-    Args:
-        leaves: these tensors.
-        is_part: k and v may be a part of those that gave the results.
-    """
-
-    def prepared(leaves: list[Any]) -> tuple[CachedCall, Inputs]:
-        q, k, v, bias, sinks = leaves
-        return prepared_call(q, k, v, mask, options._replace(bias=unpacked_bias(bias, bias_kind), sinks=sinks))
-
-    with recording_gradients(), without_autocast(autocast_device(known.output)):
-        ready, rows = prepared(leaves)
-        if ready.prepared.gradient_source() is GradientSource.LSE and _tells_weights(known.lse, rows.bias):
-            gradients = _from_lse(ready, rows, leaves, known, wide)
-        else:
-            if wide and known.lse is not None:  # torch's own gradients have the dtypes of the inputs
-                leaves = [
-                    None if x is None else x.detach().to(known.lse.dtype).requires_grad_(x.requires_grad)
-                    for x in leaves
-                ]
-                ready, rows = prepared(leaves)
-            result, restore = ready.run(rows), ready.call.restore
-            results = [restore(x) for x in (result.output, result.lse if options.return_lse else None) if x is not None]
-            d_results = [known.d_output, known.d_lse]
-            if is_part:
-                d_results = _of_part(results[0].detach(), results[1].detach(), known)
-            gradients = _of_results(results, d_results, leaves)
-    return [None if x is None or not x.requires_grad else d for d, x in zip(gradients, leaves, strict=True)]
-
-
-def _tells_weights(lse: Tensor | None, bias: Any) -> bool:
-    """Whether weights can be computed from a log-sum-exp alone: a large bias leaves it no digits for how many keys a query sees."""
-    if lse is None or bias is None:
-        return lse is not None
-    limit = 2**-13 / torch.finfo(torch.promote_types(lse.dtype, torch.float32)).eps
-    size = lse.detach().abs()
-    if size.max().item() < limit:  # else it is large, or infinite since a query sees nothing
-        return True
-    return not bool(((size >= limit) & (size < torch.inf)).any())
-
-
-def _from_lse(ready: CachedCall, rows: Inputs, leaves: list[Any], known: _Known, wide: bool) -> list[Any]:
-    """The gradients by the backend; ``rows`` are the leaves in four dimensions."""
-    shape = ready.call.q.shape[:3]
-    q, lse_dtype = rows.q, torch.promote_types(rows.q.dtype, torch.float32)
-    output, d_output = (x.reshape(*shape, -1).to(q.dtype) for x in (known.output, known.d_output))
-    assert known.lse is not None, "such gradients are asked for where it is known"
-    lse = known.lse.reshape(1, *shape).to(lse_dtype).contiguous()
-    with torch.no_grad():
-        grads = ready.prepared.gradients(rows, output, lse, d_output, known.d_lse.reshape(shape))
-    if ready.call.distance_low is not None and grads.bias is not None:  # of all distances
-        (d_values,) = torch.autograd.grad(rows.bias, leaves[3], grads.bias.to(rows.bias.dtype))
-        grads = grads._replace(bias=d_values)
-    return [
-        None if d is None or x is None else d.reshape(x.shape).to(d.dtype if wide else x.dtype)
-        for d, x in zip(grads, leaves, strict=True)
-    ]
-
-
-def _of_results(results: list[Tensor], d_results: Sequence[Tensor], leaves: list[Any]) -> list[Any]:
-    """torch's gradients of the leaves that require one; results that depend on none (no keys, hence no scores) are left out."""
-    pairs = [(x, d_x.to(x.dtype)) for x, d_x in zip(results, d_results, strict=False) if x.requires_grad]
-    wanted = [x for x in leaves if x is not None and x.requires_grad]
-    if not pairs:
-        gradients = iter([torch.zeros_like(x) for x in wanted])
-    else:
-        outputs, d_outputs = zip(*pairs, strict=True)
-        gradients = iter(torch.autograd.grad(outputs, wanted, d_outputs, materialize_grads=True))
-    return [next(gradients) if x is not None and x.requires_grad else None for x in leaves]
-
-
-def _of_part(part: Tensor, part_lse: Tensor, known: _Known) -> list[Tensor]:
-    """The gradients of the output and the log-sum-exp of a part of the keys, whose results merge into the whole.
-
-    The whole is sum(share * part) with share = exp(part_lse - lse), so d_part = share * d_output, and the gradient of part_lse is
-    share * (d_output . (part - output) + d_lse). For all keys, share is 1 and part is output.
-    """
-    output, lse, d_output, d_lse = known
-    assert lse is not None, "attention_backward gets it"
-    nothing = (lse == -torch.inf) | (part_lse == -torch.inf)
-    share = torch.exp(part_lse - lse).masked_fill(nothing, 0)
-    d_output = d_output.to(lse.dtype)
-    moved = (d_output * (part.to(lse.dtype) - output.to(lse.dtype))).sum(-1) + d_lse
-    return [(share[..., None] * d_output).to(part.dtype), (share * moved).masked_fill(nothing, 0)]
-
-
-def _check_results(q: Any, v: Any, **results: Any) -> None:
-    for name, x in results.items():
-        if x is None and name == "d_lse":
-            continue
-        if not isinstance(x, Tensor) or not isinstance(q, Tensor) or not isinstance(v, Tensor):
-            kind = type(x).__name__ if not isinstance(x, Tensor) else "a tensor, but q or v is not"
-            raise CallError(f"attention_backward: {name} is {kind}; it takes torch tensors. Fix: torch.as_tensor(x).")
-        shape = (*q.shape[:-1], v.shape[-1]) if name.endswith("output") else q.shape[:-1]
-        if x.shape != shape:
-            raise CallError(
-                f"attention_backward: {name} is {tuple(x.shape)}, but q {tuple(q.shape)} and v {tuple(v.shape)} "
-                f"give {tuple(shape)}."
-            )
-
-
-# The operators.
-
-# A mask without arrays has None for them: packages of AOTInductor cannot pass an empty list of tensors.
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, str mask, Tensor[]? arrays, SymInt[]? numbers, Tensor? q_positions, "
-    "Tensor? k_positions, float? scale, float? softcap, str? bias_kind, bool return_lse, str engine"
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? seed, str mask, Tensor[]? arrays, SymInt[]? numbers, "
+    "Tensor? q_positions, Tensor? k_positions, float? scale, float? softcap, float dropout, str? bias_kind, bool return_weights, "
+    "bool return_received, bool return_lse, str engine"
 )
+_WITH_GRADIENTS = 5  # the first arguments: q, k, v, bias, sinks
+_OPTIONS = 11  # the first argument that is neither a tensor nor of the mask
+
+
+# A call that is traced.
 
 
 def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
-    """A call of attention under tracing: the operator, or a graph break for what the operator does not support.
+    """A call of attention under tracing: an operator, or a graph break for a mask with a Python function (``where``).
 
-    Weights, what keys received, dropout and masks with a Python function (``where``) run outside of the graph.
+    Each global name that is read here, or in a function that is called here, is compared at each call of the program.
     """
-    if type(options.bias).__name__ == "CausalBias":
+    bias = options.bias
+    if bias is not None and type(bias).__name__ == "CausalBias":
         raise CallError('attention: bias is a CausalBias, which has no data. Fix: the mask "causal".')
-    if not isinstance(mask, (Mask, str)):
-        as_mask(mask, "attention: mask")  # raises with the fix
+    text: str | None = mask
+    values: list[Any] = []
+    if type(mask) is not str:
+        if not isinstance(mask, Mask):
+            as_mask(mask, "attention: mask")  # raises with the fix
+        text, values = to_text(mask)
     if exports_to_onnx():
         return formula_for_onnx(q, k, v, mask, options)
-    text, values = to_text(mask) if isinstance(mask, Mask) else (mask, [])
-    arrays = [x for x in values if not isinstance(x, int)]
-    # Numbers are inputs of the graph, too: one for each placeholder, -1 where that is an array.
-    numbers = [x if isinstance(x, int) else -1 for x in values]
-    if _strictly_exporting() and not all(isinstance(array, Tensor) for array in arrays):
-        raise MaskError(
-            "attention: torch.export(strict=True) does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False."
-        )
-    bias, bias_kind = packed_bias(options.bias)
-    tensors = all(isinstance(x, Tensor) for x in (q, k, v)) and (bias is None or isinstance(bias, Tensor))
-    in_graph = not (options.dropout or options.return_weights or options.return_received)
-    if text is None or not in_graph or not tensors:
+    bias_kind = None
+    if bias is not None:
+        bias, bias_kind = bias_arguments(bias)
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if text is None or not tensors or not (bias is None or isinstance(bias, Tensor)):
         return _eager(q, k, v, mask, options)
-    output, lse = _attention(
+    arrays = numbers = None
+    if values:
+        arrays, numbers = _arrays_and_numbers(values)
+    seed = None
+    if options.dropout:
+        # A compiler that removes equal operations keeps this one for each call, since each call has new memory.
+        seed = _dropout_seed(torch.empty((), dtype=torch.int64))
+    operator = _attention if _needs_gradients(q, k, v, bias, options.sinks) else _attention_without_gradients
+    results = operator(
         q,
         k,
         v,
         bias,
         options.sinks,
+        seed,
         text,
-        [_tensor(array) for array in arrays] or None,
-        numbers if len(numbers) > len(arrays) else None,
-        _tensor(options.q_positions),
-        _tensor(options.k_positions),
+        arrays,
+        numbers,
+        None if options.q_positions is None else _tensor(options.q_positions),
+        None if options.k_positions is None else _tensor(options.k_positions),
         options.scale,
         options.softcap,
+        options.dropout,
         bias_kind,
+        options.return_weights,
+        options.return_received,
         options.return_lse,
         options.engine,
     )
-    return (output, lse) if options.return_lse else output
+    if options.return_weights or options.return_received or options.return_lse:
+        return tuple(results)
+    return results[0]
 
 
 _eager = outside_graph(
-    run_eagerly,
-    "lowtri.attention with dropout=, return_weights=, return_received= or a mask of where() runs outside of the graph",
+    run_eagerly, "lowtri.attention with a mask of where(), or with NumPy's arrays, runs outside of the graph"
 )
+
+
+def _needs_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> bool:
+    """Whether a gradient may be recorded; an exported program may also be trained where its example was not."""
+    if not torch.compiler.is_dynamo_compiling() or _strictly_exporting():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
+
+
+def _arrays_and_numbers(values: list[Any]) -> tuple[list[Tensor] | None, list[int] | None]:
+    """What the placeholders of a mask's text stand for: the arrays as tensors, and the numbers, which are inputs of the graph, too."""
+    arrays = [x for x in values if not isinstance(x, int)]
+    if not all(isinstance(array, Tensor) for array in arrays) and _strictly_exporting():
+        raise MaskError(
+            "attention: torch.export(strict=True) does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False."
+        )
+    numbers = [x if isinstance(x, int) else -1 for x in values]
+    return [_tensor(array) for array in arrays] or None, numbers if len(numbers) > len(arrays) else None
 
 
 def _strictly_exporting() -> bool:
@@ -287,85 +168,199 @@ def _strictly_exporting() -> bool:
 
 def _tensor(array: Any) -> Any:
     """Positions, or an array of a mask, as a tensor."""
-    if array is None or isinstance(array, Tensor):
+    if isinstance(array, Tensor):
         return array
     return torch.as_tensor(array if isinstance(array, np.ndarray) else list(array))
 
 
-# Defined in a library, since torch.library.custom_op takes some 20 us more for each call.
-_LIBRARY = torch.library.Library("lowtri", "DEF")
-_LIBRARY.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor)", tags=[torch.Tag.pt2_compliant_tag])
-_LIBRARY.define(
-    f"attention_backward(Tensor d_output, Tensor d_lse, Tensor output, Tensor lse, bool[] wanted, {_ARGUMENTS}) -> Tensor[]",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
+# What the operators compute.
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq); the latter is inf where neither the caller nor the backward needs it."""
-    mask, options, bias_kind = _read(*rest)
-    options = options._replace(bias=unpacked_bias(bias, bias_kind), sinks=sinks)
-    with without_autocast(autocast_device(q)):
-        ready, inputs = prepared_call(q, k, v, mask, options)
-        if ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse:
+def _forward(*arguments: Any) -> list[Tensor]:
+    """The output, the weights, what keys received and the log-sum-exp, as far as the call returns them."""
+    given = Arguments(*arguments)
+    ready = None
+    if given.seed is None and given.arrays is None and given.numbers is None and given.bias_kind is None:
+        positions = None
+        if given.q_positions is not None or given.k_positions is not None:
+            positions = given.q_positions, given.k_positions
+        ready, _ = find(
+            given.q, given.k, given.v, given.bias, given.sinks, positions, given.mask, given.scale, given.softcap,
+            given.dropout, given.return_weights, given.return_lse, given.engine, given.return_received,
+        )  # fmt: skip
+    if ready is None or ready.plain is None:
+        return _run(given, for_gradients=False)
+    return [ready.plain(given.q, given.k, given.v).contiguous()]
+
+
+def _run(given: Arguments, for_gradients: bool) -> list[Tensor]:
+    """The results; ``for_gradients`` also the log-sum-exp, inf where the backward needs none."""
+    options = _options(given)
+    with without_autocast(autocast_device(given.q)):
+        ready, inputs = prepared_call(given.q, given.k, given.v, _mask(given), options)
+        if for_gradients and ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse:
             if ready.with_lse is None:  # the gradients need it
                 options = options._replace(return_lse=True, engine=ready.backend)
-                ready.with_lse, inputs = prepared_call(q, k, v, mask, options)
+                ready.with_lse, inputs = prepared_call(given.q, given.k, given.v, _mask(given), options)
             ready = ready.with_lse
-        result = ready.run(inputs)
-    restore = ready.call.restore
-    if result.lse is None:
-        lse = q.new_full(q.shape[:-1], torch.inf, dtype=_wide(q))
-    else:
-        lse = restore(result.lse)
-    return restore(result.output).contiguous(), lse.contiguous()
+        result = ready.run(inputs, given.seed)
+    call, lse = ready.call, result.lse
+    asked = [result.output]
+    if given.return_weights:
+        asked.append(result.weights)
+    if given.return_received:
+        asked.append(result.received)
+    if given.return_lse or (for_gradients and lse is not None):
+        asked.append(lse)
+    results = [call.to_user_rank(x).contiguous() for x in asked]
+    if for_gradients and lse is None:
+        q = given.q
+        results.append(q.new_full(q.shape[:-1], torch.inf, dtype=_wide(q)))
+    return results
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _run_for_gradients(*arguments: Any) -> list[Tensor]:
+    return _run(Arguments(*arguments), for_gradients=True)
+
+
+def _fake_forward(*arguments: Any) -> list[Tensor]:
+    given = Arguments(*arguments)
     if exports_to_onnx():
         raise CallError(
             "attention: torch.onnx.export got a program that was exported before, with lowtri's operator, which ONNX lacks.\n"
             "Fix: torch.onnx.export(model, args), with the model itself."
         )
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_wide(q))
+    q, k, v = given.q, given.k, given.v
+    results = [q.new_empty((*q.shape[:-1], v.shape[-1]))]
+    if given.return_weights:
+        results.append(q.new_empty((*q.shape[:-1], k.shape[-2])))
+    if given.return_received:
+        results.append(q.new_empty((*q.shape[:-2], k.shape[-2]), dtype=_wide(q)))
+    if given.return_lse:
+        results.append(q.new_empty(q.shape[:-1], dtype=_wide(q)))
+    return results
+
+
+def _fake_for_gradients(*arguments: Any) -> list[Tensor]:
+    given = Arguments(*arguments)
+    results = _fake_forward(*given)
+    return results if given.return_lse else [*results, given.q.new_empty(given.q.shape[:-1], dtype=_wide(given.q))]
 
 
 def _run_backward(
-    d_output: Tensor, d_lse: Tensor, output: Tensor, lse: Tensor, wanted: Sequence[bool], *arguments: Any
+    d_results: Sequence[Tensor | None], output: Tensor, lse: Tensor, wanted: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
-    """The gradients of those of q, k, v, bias and sinks that are ``wanted``."""
+    """The gradients of those of q, k, v, bias and sinks that are ``wanted``.
+
+    Args:
+        d_results: the gradients of the output, the weights and the log-sum-exp.
+    """
+    given = Arguments(*arguments)
     leaves = [
-        None if x is None else x.detach().requires_grad_(want) for x, want in zip(arguments[:5], wanted, strict=True)
+        None if x is None else x.detach().requires_grad_(want)
+        for x, want in zip(arguments[:_WITH_GRADIENTS], wanted, strict=True)
     ]
-    mask, options, bias_kind = _read(*arguments[5:])
+    d_output, d_weights, d_lse = d_results
+    if d_output is None:
+        d_output = torch.zeros_like(output)
+    if d_weights is not None and not d_weights.any():  # the compiler passes zeros for results that nothing depends on
+        d_weights = None
     known_lse = None if lse.isposinf().all() else lse  # a call whose backend was chosen for the forward may not have it
-    grads = _gradients_of_call(leaves, bias_kind, mask, options, _Known(output, known_lse, d_output, d_lse))
+    known = KnownResults(output, known_lse, d_output, d_weights, d_lse, given.seed)
+    grads = gradients_of_call(leaves, given.bias_kind, _mask(given), _options(given), known)
     return [d.contiguous() for d in grads if d is not None]
 
 
 def _fake_backward(
-    d_output: Tensor, d_lse: Tensor, output: Tensor, lse: Tensor, wanted: Sequence[bool], *arguments: Any
+    d_results: Sequence[Tensor | None], output: Tensor, lse: Tensor, wanted: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
-    inputs = (x for x, want in zip(arguments[:5], wanted, strict=True) if want)
+    inputs = (x for x, want in zip(arguments, wanted, strict=False) if want)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save what the gradients need: all arguments, the output and its log-sum-exp."""
-    q, k, v, bias, sinks, mask, arrays, numbers, q_positions, k_positions, *options = inputs
-    ctx.save_for_backward(q, k, v, bias, sinks, q_positions, k_positions, *(arrays or ()), *output)
-    ctx.mask, ctx.numbers, ctx.options = mask, numbers, options
-    ctx.has_arrays = arrays is not None
+def _mask(given: Arguments) -> Any:
+    """The mask; a text without arrays is looked up as it is."""
+    if given.arrays is None and given.numbers is None:
+        return given.mask
+    values: list[Any] = [array.cpu().numpy() for array in given.arrays or ()]
+    if given.numbers is not None:
+        each = iter(values)
+        values = [next(each) if number < 0 else number for number in given.numbers]
+    return from_text(given.mask, values)
 
 
-def _gradients(ctx: Any, d_output: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-    q, k, v, bias, sinks, q_positions, k_positions, *arrays, output, lse = ctx.saved_tensors
-    wanted = list(ctx.needs_input_grad[:5])
-    given = arrays or None, ctx.numbers
-    arguments = (q, k, v, bias, sinks, ctx.mask, *given, q_positions, k_positions, *ctx.options)
-    grads = iter(_backward(d_output, d_lse, output, lse, wanted, *arguments))
-    of_arrays = [None for _ in arrays] if ctx.has_arrays else None
-    return (*(next(grads) if want else None for want in wanted), None, of_arrays, *[None] * 8)
+def _options(given: Arguments) -> CallOptions:
+    return CallOptions(
+        given.scale,
+        given.softcap,
+        bias_from_arguments(given.bias, given.bias_kind),
+        given.sinks,
+        given.dropout,
+        given.q_positions,
+        given.k_positions,
+        given.return_weights,
+        given.return_lse,
+        given.engine,
+        given.return_received,
+    )
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+# Gradients.
+
+
+class _Recorded(torch.autograd.Function):
+    """The operator ``attention``, where a gradient may be recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        given = Arguments(*arguments)
+        with below_autograd():
+            results = _attention_for_gradients(*given)
+        lse = results[-1]
+        tensors = [*given[: _WITH_GRADIENTS + 1], given.q_positions, given.k_positions, results[0], lse]
+        ctx.save_for_backward(*tensors, *(given.arrays or ()))
+        ctx.has_arrays = given.arrays is not None
+        ctx.mask_and_numbers, ctx.options = (given.mask, given.numbers), given[_OPTIONS:]
+        returned = results if given.return_lse else results[:-1]
+        if given.return_received:
+            ctx.mark_non_differentiable(returned[1 + given.return_weights])
+        ctx.set_materialize_grads(False)
+        return tuple(returned)
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
+        saved = iter(ctx.saved_tensors)
+        inputs = [next(saved) for _ in range(_WITH_GRADIENTS + 1)]
+        positions = next(saved), next(saved)
+        output, lse = next(saved), next(saved)
+        arrays = list(saved) if ctx.has_arrays else None
+        mask, numbers = ctx.mask_and_numbers
+        arguments: list[Any] = [*inputs, mask, arrays, numbers, *positions, *ctx.options]
+        given = Arguments(*arguments)
+        each = iter(d_results)
+        d_output = next(each)
+        d_weights = next(each) if given.return_weights else None
+        if given.return_received:
+            next(each)
+        d_lse = next(each) if given.return_lse else None
+        wanted = list(ctx.needs_input_grad[:_WITH_GRADIENTS])
+        grads = iter(_backward([d_output, d_weights, d_lse], output, lse, wanted, *arguments))
+        others = len(arguments) - _WITH_GRADIENTS
+        return (*(next(grads) if want else None for want in wanted), *[None] * others)
+
+
+def _recorded(*arguments: Any) -> list[Tensor]:
+    """The operator ``attention`` above autograd."""
+    tensors = (x for x in arguments[:_WITH_GRADIENTS] if x is not None)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return list(_Recorded.apply(*arguments))
+    with below_autograd():
+        results: list[Tensor] = _attention_without_gradients(*arguments)
+    return results
 
 
 def _refuse_second_gradients(ctx: Any, *d_gradients: Any) -> Any:
@@ -375,32 +370,35 @@ def _refuse_second_gradients(ctx: Any, *d_gradients: Any) -> Any:
     )
 
 
-for _name, _implementation, _shapes in (
-    ("attention", _run, _fake),
-    ("attention_backward", _run_backward, _fake_backward),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lowtri::{_name}", _shapes, lib=_LIBRARY)
-torch.library.register_autograd("lowtri::attention", _gradients, setup_context=_keep, lib=_LIBRARY)
+# Defined in a library, since torch.library.custom_op takes some 20 us more for each call.
+_LIBRARY = torch.library.Library("lowtri", "DEF")
+
+
+def _define(name: str, schema: str, run: Any, fake: Any, *tags: Any) -> Any:
+    """Define an operator; ``run`` computes it on any device, ``fake`` gives the shapes of its results."""
+    _LIBRARY.define(f"{name}{schema}", tags=[torch.Tag.pt2_compliant_tag, *tags])
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lowtri::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.lowtri, name).default
+
+
+_attention: Any = _define("attention", f"({_SCHEMA}) -> Tensor[]", _forward, _fake_forward)
+_attention_without_gradients: Any = _define("attention_forward", f"({_SCHEMA}) -> Tensor[]", _forward, _fake_forward)
+_attention_for_gradients: Any = _define(
+    "attention_for_gradients", f"({_SCHEMA}) -> Tensor[]", _run_for_gradients, _fake_for_gradients
+)
+_backward: Any = _define(
+    "attention_backward",
+    f"(Tensor?[] d_results, Tensor output, Tensor lse, bool[] wanted, {_SCHEMA}) -> Tensor[]",
+    _run_backward,
+    _fake_backward,
+)
+_dropout_seed: Any = _define(
+    "dropout_seed",
+    "(Tensor memory) -> Tensor",
+    lambda memory: new_seed(is_numpy=False),
+    torch.empty_like,
+    torch.Tag.nondeterministic_seeded,
+)
+_LIBRARY.impl("attention", _recorded, "Autograd")
 torch.library.register_autograd("lowtri::attention_backward", _refuse_second_gradients, lib=_LIBRARY)
-_attention: Any = torch.ops.lowtri.attention.default
-_backward: Any = torch.ops.lowtri.attention_backward.default
-
-
-def _read(
-    mask: str, arrays: Sequence[Tensor] | None, numbers: Sequence[int] | None, *rest: Any
-) -> tuple[Mask, CallOptions, str | None]:
-    """The mask, the options and the kind of the bias from the operator's arguments after the tensors."""
-    q_positions, k_positions, scale, softcap, bias_kind, return_lse, engine = rest
-    options = CallOptions(
-        scale, softcap, q_positions=q_positions, k_positions=k_positions, return_lse=return_lse, engine=engine
-    )
-    values: list[Any] = [array.cpu().numpy() for array in arrays or ()]
-    if numbers is not None:
-        each = iter(values)
-        values = [next(each) if number < 0 else number for number in numbers]
-    return from_text(mask, values), options, bias_kind
-
-
-def _wide(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from lowtri.backends import GradientSource, LostSums, Prepared
+from lowtri.backends import GradientSource, LostSums, Prepared, PreparedForAnyKeys, PreparedForSomeValues
 from lowtri.dispatch.choose import choose, load
 from lowtri.dispatch.signature import array_signature, positions_at, with_positions
 from lowtri.errors import EngineError
@@ -31,7 +31,7 @@ from lowtri.ops.call import Call, CallOptions, Inputs, Result
 Run: TypeAlias = Callable[..., Any]  # (q, k, v) or (q, k, v, bias, sinks) -> what the call returns
 
 _UNCHANGED = nullcontext()
-_MOST_KEPT = 2**20  # bytes of a table of visible keys that the newest call keeps
+_MOST_KEPT = 2**20  # bytes of a table of visible keys that is kept from one run to the next
 _clock = count()
 
 
@@ -46,6 +46,8 @@ def find(
 ) -> tuple[CachedCall | None, Hashable]:
     """The prepared call for these arguments, if an equal call was made before; and the signature, None if such calls are not kept.
 
+    Not while torch traces a program, which would keep what it finds.
+
     Args:
         positions: None for the default, (q_positions, k_positions) of a user, or the checked positions of a cache, of which k and v
             are the buffers.
@@ -54,21 +56,21 @@ def find(
     """
     try:
         if type(q) is np.ndarray:
-            signature = None if is_traced() else array_signature(q, k, v, bias, sinks, options)
+            signature = array_signature(q, k, v, bias, sinks, options)
         else:
             signature = _tensor_signature(q, k, v, bias, sinks, options)
         if signature is not None and positions is not None:
             signature = with_positions(signature, positions)
         if signature is None:
             return None, None
-        base, keys, few = signature
+        decode_key, keys, is_decode = signature
         calls = PREPARED.calls
-        known = calls.get(base) if few else None
+        known = calls.get(decode_key) if is_decode else None
         if known is not None:
             known.last_use = next(_clock)
-            newest, ready = known.newest  # read once, since other threads replace it
-            if newest != keys:
-                ready = known.at(keys)
+            last_keys, ready = known.last  # read once, since other threads replace it
+            if last_keys != keys:
+                ready = known.repeated(keys)
             if ready is not None:
                 return ready, signature
         known = calls.get(signature)
@@ -82,7 +84,7 @@ def find(
 def _load_tensor_signature(*arguments: Any) -> Any:
     """:func:`lowtri.ops.tensors.signature`, which takes this function's place once torch is loaded."""
     global _tensor_signature
-    if sys.modules.get("torch") is None or is_traced():
+    if sys.modules.get("torch") is None:
         return None
     from lowtri.ops.tensors import signature
 
@@ -140,9 +142,11 @@ class CachedCall:
     """A call, the backend chosen for it, and the backend's preparation.
 
     Attributes:
-        by_name: the backend was requested by name: inputs with NaN, inf or huge numbers are then not sent to another one.
+        engine_was_named: the backend was requested by name: inputs with NaN, inf or huge numbers are then not sent to another one.
+        checks_values: whether the inputs are looked at before each run.
+        differentiates: whether gradients are recorded and not torch's own of what the backend computes.
         plain: a function of the tensors q, k and v that gives what the user gets, if nothing else is read or returned.
-        newest: where the call serves any keys, those of the last run, and the call at these.
+        last: where the call serves any keys, those of the last run, and the call at these.
         with_lse: the same call with its log-sum-exp, once a program has asked for it.
         last_use: when it was last looked up; the cache evicts the call that has waited longest.
     """
@@ -150,23 +154,25 @@ class CachedCall:
     call: Call
     backend: str
     prepared: Prepared
-    by_name: bool
-    selective: bool
+    engine_was_named: bool
+    checks_values: bool
     differentiates: bool
     plain: Run | None
-    newest: Any = None
+    last: Any = None
     with_lse: CachedCall | None = None
     last_use: int = 0
 
     @property
     def serves_any_keys(self) -> bool:
         """Whether it may be kept for any number of keys. The others read the keys' sizes in ``call``, which are those of the first."""
-        return self.prepared.any_keys and not self.selective and not self.differentiates
+        any_keys = isinstance(self.prepared, PreparedForAnyKeys)
+        return any_keys and not self.checks_values and not self.differentiates
 
-    def at(self, keys: Any) -> CachedCall | None:
+    def repeated(self, keys: Any) -> CachedCall | None:
         """This call at other keys; None if the arguments must be checked in full. The layers of a model repeat all, so it is kept."""
         k_shape, v_shape, k_strides, v_strides, given = keys
-        call, (first_k, first_v, *_) = self.call, self.newest[0]
+        call = self.call
+        first_k, first_v, *_ = self.last[0]
         if k_shape[:-2] != first_k[:-2] or k_shape[-1] != first_k[-1] or v_shape[-1] != first_v[-1]:
             return None  # other heads
         positions = positions_at(call, k_shape[-2], given) if k_shape[:-1] == v_shape[:-1] else None
@@ -177,13 +183,13 @@ class CachedCall:
             k_strides, v_strides = (tuple(step // size for step in steps) for steps in (k_strides, v_strides))
         if len(k_strides) == 3:  # one row, however far from others
             k_strides, v_strides = (0, *k_strides), (0, *v_strides)
-        prepared = self.prepared.at(positions, k_strides, v_strides)
+        prepared = cast(PreparedForAnyKeys, self.prepared).with_keys(positions, k_strides, v_strides)
         if prepared is None:
             return None
         run = None if self.plain is None else prepared.plain()
-        now = CachedCall(call, self.backend, prepared, self.by_name, False, False, run)
+        now = CachedCall(call, self.backend, prepared, self.engine_was_named, False, False, run)
         if prepared.nbytes <= _MOST_KEPT:  # a larger table of visible keys is made again
-            self.newest = keys, now
+            self.last = keys, now
         return now
 
     def arrange(self, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Inputs:
@@ -194,41 +200,44 @@ class CachedCall:
 
     def fallback(self, inputs: Inputs) -> CachedCall | None:
         """The next backend by the rules, prepared, if the inputs rule this one out; else None."""
-        if self.by_name or not self.selective or self.prepared.is_exact_for(inputs):
+        if self.engine_was_named or not self.checks_values:
+            return None
+        if cast(PreparedForSomeValues, self.prepared).is_exact_for(inputs):
             return None
         return prepare(self.call, choose(self.call, "auto", exclude=self.backend))
 
-    def run(self, inputs: Inputs) -> Result:
-        if self.selective:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
+        """The result, in four dimensions; ``seed``: of the dropout, which is else drawn."""
+        if self.checks_values:
             other = self.fallback(inputs)
             if other is not None:
-                return other.run(inputs)
+                return other.run(inputs, seed)
         try:
             if self.differentiates:
-                result: Result = _autograd().differentiable(self.prepared, self.call, inputs)
+                result: Result = _autograd().differentiable(self.prepared, self.call, inputs, seed)
                 return result
-            return self.prepared.run(inputs)
+            return self.prepared.run(inputs, seed)
         except LostSums:
-            if self.by_name:
+            if self.engine_was_named:
                 raise EngineError(
                     f'attention: engine "{self.backend}" cannot return weights under this bias: all that a query sees has a bias '
                     "near the greatest or the lowest number.\n"
                     f'Fix: drop engine="{self.backend}", or a smaller bias, as -1e9.'
                 ) from None
-        return prepare(self.call, choose(self.call, "auto", exclude=self.backend)).run(inputs)
+        return prepare(self.call, choose(self.call, "auto", exclude=self.backend)).run(inputs, seed)
 
     def returned(self, result: Result) -> Any:
         """What the user gets of a result."""
-        call, restore = self.call, self.call.restore
+        call = self.call
         if not (call.return_weights or call.return_lse or call.return_received):
-            return restore(result.output)
+            return call.to_user_rank(result.output)
         asked = (
             (True, result.output),
             (call.return_weights, result.weights),
             (call.return_received, result.received),
             (call.return_lse, result.lse),
         )
-        return tuple(restore(x) for is_asked, x in asked if is_asked)
+        return tuple(call.to_user_rank(x) for is_asked, x in asked if is_asked)
 
     def __call__(self, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
         """What the user gets of these arrays."""
@@ -249,15 +258,17 @@ def prepare(call: Call, engine: str) -> CachedCall:
     return _cached_call(call, name, load(name).prepare(call), engine != "auto")
 
 
-def _cached_call(call: Call, backend: str, prepared: Prepared, by_name: bool) -> CachedCall:
-    selective = call.opaque is None and prepared.checks_values()  # opaque data is not inspected
+def _cached_call(call: Call, backend: str, prepared: Prepared, engine_was_named: bool) -> CachedCall:
+    checks_values = (
+        call.why_unreadable is None and prepared.checks_values()
+    )  # data that cannot be read is not looked at
     differentiates = call.needs_grad and prepared.gradient_source() is not GradientSource.GRAPH
     run = None
-    if call.is_plain and not selective:
+    if call.is_plain and not checks_values:
         run = prepared.plain()
     if run is not None and differentiates:
         run = partial(_autograd().apply_to_dense, run, prepared, call)
-    return CachedCall(call, backend, prepared, by_name, selective, differentiates, run)
+    return CachedCall(call, backend, prepared, engine_was_named, checks_values, differentiates, run)
 
 
 def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tuple[CachedCall, Inputs]:
@@ -279,7 +290,7 @@ def _may_be_kept(call: Call, mask: Any, options: CallOptions) -> bool:
     numbers = options.scale, options.softcap, options.dropout
     flags = options.return_weights, options.return_lse, options.return_received
     return (
-        call.opaque is None
+        call.why_unreadable is None
         and all(type(x) in (float, int, type(None)) for x in numbers)
         and all(type(x) is bool for x in flags)
         and type(options.engine) is str
@@ -288,10 +299,10 @@ def _may_be_kept(call: Call, mask: Any, options: CallOptions) -> bool:
 
 
 def _keep(signature: Any, ready: CachedCall) -> None:
-    base, keys, few = signature
-    if few and ready.serves_any_keys and base not in PREPARED.calls:
-        ready.newest = keys, _cached_call(ready.call, ready.backend, ready.prepared, ready.by_name)
-        PREPARED.put(base, ready)
+    decode_key, keys, is_decode = signature
+    if is_decode and ready.serves_any_keys and decode_key not in PREPARED.calls:
+        ready.last = keys, _cached_call(ready.call, ready.backend, ready.prepared, ready.engine_was_named)
+        PREPARED.put(decode_key, ready)
     else:
         PREPARED.put(signature, ready)
 

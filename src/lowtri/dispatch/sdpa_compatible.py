@@ -92,7 +92,7 @@ def scaled_dot_product_attention(
         q, k, v = query, key, value
         front: tuple[int, ...] = tuple(query.shape[:2])
     else:
-        q, k, v, front = _in_four(query, key, value, enable_gqa)
+        q, k, v, front = _to_4d(query, key, value, enable_gqa)
         if q.shape[-1] == k.shape[-1] == 0:  # every score is an empty sum
             q, k, scale = _of_zeros(q), _of_zeros(k), 1.0
     nq, nk = q.shape[-2], k.shape[-2]
@@ -146,7 +146,7 @@ def _is_array(x: Any) -> bool:
     return type(x) is np.ndarray
 
 
-def _in_four(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any, tuple[int, ...]]:
+def _to_4d(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any, tuple[int, ...]]:
     """Queries, keys and values (B, H, N, E), broadcast, and the leading dimensions (..., H) of the output."""
     if not is_traced():
         query, key, value = (plain_array(*named, _NAME) for named in (("query", query), ("key", key), ("value", value)))

@@ -2,10 +2,10 @@
 
 A signature has three parts:
 
-    base          options, settings, and of the arrays what stays from token to token
+    decode_key    options, settings, and of the arrays what stays from token to token
     keys          the shapes and the strides of k and v; and positions: None for the default, of a cache its checked positions, of a
                   user the content of q_positions and k_positions, () where one is not given
-    serves_any    whether one prepared call may serve calls that differ in ``keys`` only: few queries without gradients
+    is_decode     whether one prepared call may serve all calls with this decode_key: few queries without gradients
 
 Signatures are made of arguments that are not checked yet. A call is kept under its signature only after it was checked, so what is
 unusual has another signature, and is not found. :func:`lowtri.ops.tensors.signature` makes those of tensors.
@@ -22,24 +22,24 @@ from numpy.typing import NDArray
 
 from lowtri.masks.tile import POSITION_MAX
 from lowtri.ops.arguments import available_threads, whole_strides
-from lowtri.ops.call import FEW_QUERIES, Call, Positions
+from lowtri.ops.call import FEW_QUERIES, Call, Placement
 from lowtri.ops.distance_bias import DistanceBias
 
 
 def array_signature(q: Any, k: Any, v: Any, bias: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
     """The signature of NumPy's arrays at the default positions; None if the memory of one does not hold its numbers as they are."""
-    others = []
+    optional = []
     for x in (bias, sinks):
         kind = x.kind if isinstance(x, DistanceBias) else None
         array = x.values if isinstance(x, DistanceBias) else x
         if array is not None and not _is_plain(array):
             return None
-        others.append(None if array is None else (kind, array.shape, array.strides, array.dtype))
+        optional.append(None if array is None else (kind, array.shape, array.strides, array.dtype))
     if not (_is_plain(q) and _is_plain(k) and _is_plain(v)):
         return None
-    base = options, q.shape, q.strides, q.dtype, k.dtype, v.dtype, available_threads(), *others
-    few = 2 < q.ndim < 5 and q.shape[-2] < FEW_QUERIES and bias is None
-    return base, (k.shape, v.shape, k.strides, v.strides, None), few
+    decode_key = options, q.shape, q.strides, q.dtype, k.dtype, v.dtype, available_threads(), *optional
+    is_decode = 2 < q.ndim < 5 and q.shape[-2] < FEW_QUERIES and bias is None
+    return decode_key, (k.shape, v.shape, k.strides, v.strides, None), is_decode
 
 
 def _is_plain(x: Any) -> bool:
@@ -51,12 +51,12 @@ def with_positions(signature: Any, positions: Any) -> Any:
 
     None if those of a user have no content that can be compared.
     """
-    base, keys, few = signature
-    if not isinstance(positions, Positions):
+    decode_key, keys, is_decode = signature
+    if not isinstance(positions, Placement):
         positions = _content(positions[0]), _content(positions[1])
         if None in positions:
             return None
-    return base, (*keys[:-1], positions), few
+    return decode_key, (*keys[:-1], positions), is_decode
 
 
 def _content(positions: Any) -> Hashable | None:
@@ -79,17 +79,17 @@ def _content(positions: Any) -> Hashable | None:
     return (x.shape, x.dtype, x.tobytes()) if type(x) is np.ndarray and x.dtype.kind in "iu" else None
 
 
-def positions_at(call: Call, nk: int, given: Any) -> Positions | None:
+def positions_at(call: Call, nk: int, given: Any) -> Placement | None:
     """The positions of a signature, checked for ``nk`` keys and otherwise ``call``; None where they need a conversion or an error."""
-    if isinstance(given, Positions):
+    if isinstance(given, Placement):
         return given if given.nk else None
     rows, _, nq, _ = call.q.shape
     of_q, of_k = ((), ()) if given is None else given
-    if nk == 0 or (nq > nk and call.mask.depends_on_query and of_q == ()) or call.mask.row_lengths:
+    if nk == 0 or (nq > nk and call.mask.depends_on_query and of_q == ()) or call.mask.packed_totals:
         return None
     start = max(nk - nq, 0)
     if given is None:
-        return Positions(nk, None, None, (start, start + nq - 1, 0, nk - 1))
+        return Placement(nk, None, None, (start, start + nq - 1, 0, nk - 1))
     q_positions = k_positions = None
     q_low, q_high, k_low, k_high = start, start + nq - 1, 0, nk - 1
     if of_k != ():
@@ -104,7 +104,7 @@ def positions_at(call: Call, nk: int, given: Any) -> Positions | None:
         if known is None:
             return None
         q_positions, q_low, q_high = known
-    return Positions(nk, q_positions, k_positions, (q_low, q_high, k_low, k_high))
+    return Placement(nk, q_positions, k_positions, (q_low, q_high, k_low, k_high))
 
 
 def _checked(given: Any, rows: int, n: int) -> tuple[NDArray[np.int64], int, int] | None:

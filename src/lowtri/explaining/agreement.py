@@ -22,12 +22,12 @@ class Agreement(NamedTuple):
     """What to say about a module's own output."""
 
     note: str = ""
-    warning: str = ""  # where the steps are not what the module computes, or this is not known
+    warning: str = ""  # where the steps are not what the module computes, or this cannot be checked
     own: Floats | None = None  # (H, Nq, Dv) to show beside the steps; None where they agree
 
 
 def compare(captured: Captured, result: Steps, visible: NDArray[np.bool_], head: int | None) -> Agreement:
-    """Hold the output of the steps, (1, H, Nq, Dv), against the module's own.
+    """Compare the output of the steps, (1, H, Nq, Dv), with the module's own.
 
     Args:
         visible: (H, Nq, Nk), of the heads that are shown.
@@ -61,7 +61,7 @@ def compare(captured: Captured, result: Steps, visible: NDArray[np.bool_], head:
         return Agreement(note)
     queries = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
     away = f"where a query sees no key ({queries}), the output is 0 here and something else in {name}"
-    if captured.module is None:  # padding of a model, whose output nobody reads
+    if captured.module is None:  # padding of a model, whose output is not used
         return Agreement(f"{note} Not compared: {away}.")
     return Agreement(warning=f"{name}'s own output differs from these steps: {away}.", own=own)
 
@@ -126,7 +126,7 @@ def _rounding(captured: Captured, result: Steps, head: int | None) -> float:
     )
     moved = _greatest(again.double().numpy() - result.output)
     seen_keys: Any = result.visible.any(axis=2)  # (1, H, Nk)
-    values = np.where(seen_keys[..., None], result.v, 0)  # what hides from everyone may be garbage
+    values = np.where(seen_keys[..., None], result.v, 0)  # a key that no query sees may hold any value, NaN too
     scores = np.where(result.visible, result.masked, 0)
     return 8 * moved + float(torch.finfo(dtype).eps) * _greatest(values) * (4 + _greatest(scores))
 

@@ -1,4 +1,4 @@
-"""Calls of a user's module that leave it as it was, and its own output under a mask whose convention is not known."""
+"""Calls of a user's module that leave it as it was, and its own output under a mask whose convention it does not tell."""
 
 from __future__ import annotations
 
@@ -138,7 +138,9 @@ class _Runner:
 
         maps = projections_of(module)
         assert maps is not None
-        self.module, self.required, self.eps = module, required, float(torch.finfo(maps.dtype).eps)
+        self.module = module
+        self.required = required
+        self.eps = float(torch.finfo(maps.dtype).eps)
         self.projections = maps.parts
         self.x = torch.as_tensor(x).to(maps.device, maps.dtype)
 

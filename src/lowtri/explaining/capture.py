@@ -61,7 +61,8 @@ def capture_arrays(qkv: Any, batch: int | None = None) -> Captured:
         raise CallError(f"explain: got {len(qkv)} arrays, but (q, k, v) are three. Fix: explain((q, k, v), mask=...).")
     arrays = {name: _with_heads(name, x) for name, x in zip("qkv", qkv, strict=True)}
     shapes = ", ".join(f"{name} {x.shape[x.ndim - 3 :]}" for name, x in arrays.items())
-    (q, k, v), rows = _row(arrays, 3, batch)
+    one_row, rows = _row(arrays, 3, batch)
+    q, k, v = one_row
     if q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2] or len(q) % len(k):
         raise CallError(f"explain: these do not fit together: {shapes}, as (heads, N, D).")
     if q.shape[1] > k.shape[1]:
@@ -130,7 +131,7 @@ def _of_lowtri(what: Any) -> str | None:
 
 
 def _own_mask(module: Any, inputs: Any) -> Mask | str | None:
-    """The mask of a module: its own attribute, or what its outputs show of it; None where nothing can be told."""
+    """The mask of a module: its own attribute, or what ``infer_mask`` finds; None where neither gives one."""
     from lowtri.auditing.infer import infer_mask
 
     own = getattr(module, "mask", None)
@@ -261,7 +262,9 @@ def _decoder(decoder: Any, inputs: Any, layer: int, mask: Mask | str | None, bat
     captured = _hooked(layers[layer].self_attn, decoder, lambda: decoder(ids[None], mask=mask), mask)
     captured.arrays = {"embedding": _array(decoder.model.embed_tokens.weight[ids]), **captured.arrays}
     captured.sentences["encoding"] = ("explain.layer", {"layer": layer})
-    captured.tokens, captured.head, captured.rows = [str(i) for i in ids.tolist()], 0, rows
+    captured.tokens = [str(i) for i in ids.tolist()]
+    captured.head = 0
+    captured.rows = rows
     return captured
 
 
@@ -309,7 +312,9 @@ def _hooked(module: Any, whole: Any, run: Callable[[], Any], mask: Mask | str | 
     arrays |= {"q": _array(q), "k": _array(k), "v": _array(v)}
 
     def formula(name: str) -> str:
-        text = f"encoding W_{name}^T" + f" + b_{name}" * (f"b_{name}" in arrays)
+        text = f"encoding W_{name}^T"
+        if f"b_{name}" in arrays:
+            text += f" + b_{name}"
         if name != "v" and module.q_norm is not None:
             text = f"RMSNorm({text})"
         return f"rotary({text})" if name != "v" and module.rope_theta is not None else text
@@ -332,8 +337,8 @@ def _of_row(mask: Mask | str, row: int, rows: int) -> Mask:
     if rows == 1 or mask.batch[:1] != (rows,):
         return mask
     if mask.batch[1:] in ((), (1,)):
-        return mask.at(row)
-    return heads_of([mask.at(row, h) for h in range(mask.batch[1])])
+        return mask.for_row(row)
+    return heads_of([mask.for_row(row, h) for h in range(mask.batch[1])])
 
 
 def _array(x: Any) -> Floats:

@@ -65,12 +65,16 @@ def untrained(
             f"Fix: a row of numbers for each token, ({len(tokens)}, d_model)."
         )
     cuts = sentence_of(lang, "explain.characters" if "characters" in how else "explain.spaces")
-    note, hidden, position = sentence_of(lang, "explain.random", seed=seed, how=cuts), -math.inf, None
+    note = sentence_of(lang, "explain.random", seed=seed, how=cuts)
+    hidden = -math.inf
+    position = None
     if encodings is not None:
         module, _ = drawn(encodings.shape[1], 0, seed)
     elif tokens == SENTENCE.split() and seed == SEED and heads <= 2:  # two numbers a token: one head, or two
         module, _ = drawn(2, 0, SEED)
-        position, note, hidden = _positions(3, 2), sentence_of(lang, "explain.worked"), -1e9
+        note = sentence_of(lang, "explain.worked")
+        hidden = -1e9
+        position = _positions(3, 2)
         encodings = np.array(ENCODINGS) - position
     else:
         known = list(dict.fromkeys(tokens))

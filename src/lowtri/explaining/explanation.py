@@ -27,15 +27,8 @@ from lowtri.pictures.pages import html_text, image, json_value, output, page
 from lowtri.pictures.svg import BOLD, fill
 from lowtri.sentences import sentence
 
-PAIRS = (
-    "scores",
-    "scaled",
-    "capped",
-    "bias",
-    "mask",
-    "masked",
-    "weights",
-)  # steps with a row for each query, a column for each key
+# Steps with a row for each query and a column for each key.
+PAIRS = ("scores", "scaled", "capped", "bias", "mask", "masked", "weights")
 _HATCH = "▒"
 _MOST = 12  # rows or columns shown; of more, the first ones and the last
 
@@ -74,7 +67,9 @@ class Step(np.ndarray[Any, np.dtype[Any]]):
         cls, value: NDArray[Any], text: StepText, unmasked: NDArray[Any] | None, visible: NDArray[np.bool_]
     ) -> Step:
         step = np.asarray(value).view(cls)
-        step.about, step.unmasked, step.visible = text, unmasked, visible
+        step.about = text
+        step.unmasked = unmasked
+        step.visible = visible
         return step
 
     def __array_finalize__(self, parent: Any) -> None:
@@ -212,10 +207,12 @@ class _Table(NamedTuple):
     left_out: NDArray[np.bool_]  # (rows, columns)
 
     def text(self, i: int, j: int) -> str:
+        if self.left_out[i, j]:
+            return "…"
         x = self.values[i, j]
         # Exactly 0, so without digits after the point: "0.0000" is what a small visible weight looks like.
         exact = self.hidden[i, j] and x.dtype != bool and x == 0
-        return "…" if self.left_out[i, j] else "0" if exact else number(x)
+        return "0" if exact else number(x)
 
 
 def _table(step: Step, title: str, values: NDArray[Any], visible: NDArray[np.bool_] | None) -> _Table:
@@ -436,18 +433,17 @@ def _grid(explained: Explanation, step: Step, operator: str, few: bool) -> Grid:
     numbers = [[_digits(table, i, j) for j in range(len(table.columns))] for i in range(len(table.rows))]
     shown = np.where(table.left_out | table.hidden | ~np.isfinite(table.values), 0.0, abs(table.values))
     hue = _COLOURS.get(name, "ink")
-    strongest = 1.0 if name == "weights" else 0.3 if hue == "ink" else 0.55
-    greatest = 1.0 if name == "weights" else shown.max(initial=0.0) or 1.0
+    if name == "weights":
+        strongest = greatest = 1.0
+    else:
+        strongest = 0.3 if hue == "ink" else 0.55
+        greatest = shown.max(initial=0.0) or 1.0
     cells = levels(shown / greatest * strongest, table.hidden)
     rows, columns = table.rows, table.columns if name in PAIRS else []
     if name == "k":
-        value, cells, numbers, rows, columns = (
-            value.T,
-            cells.T,
-            [list(row) for row in zip(*numbers, strict=True)],
-            [],
-            rows,
-        )
+        value, cells = value.T, cells.T
+        numbers = [list(row) for row in zip(*numbers, strict=True)]
+        rows, columns = [], rows
     return Grid(
         cells,
         shades(hue),

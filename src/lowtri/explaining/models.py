@@ -72,7 +72,7 @@ def _arguments(model: Any, inputs: Any, mask: Mask | str | None) -> dict[str, An
             f"explain: {name} is an encoder-decoder, in which a layer number names three attentions.\n"
             "Fix: explain(model.get_encoder(), ids), or explain(model.get_decoder(), ids) for its self-attention alone."
         )
-    setting = getattr(model, "lowtri_setting", None)
+    setting = getattr(model, "lowtri_mask", None)
     if getattr(setting, "context", None) is not None:
         raise CallError(
             f"explain: {name} has a part of each sequence in this process. Fix: use(model) without context_parallel."

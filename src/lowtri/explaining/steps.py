@@ -21,8 +21,8 @@ from lowtri.explaining.capture import Captured, capture_arrays, capture_module, 
 from lowtri.explaining.explanation import PAIRS, Explanation, Step, StepText, number, printable
 from lowtri.explaining.models import capture_model
 from lowtri.masks import Mask, as_mask
-from lowtri.masks.label_masks import check_row_lengths
-from lowtri.masks.tile import shown as short_text
+from lowtri.masks.label_masks import check_packed_totals
+from lowtri.masks.tile import short_repr
 from lowtri.pictures.labels import split
 from lowtri.sentences import sentence, texts
 
@@ -149,7 +149,7 @@ def explain(
     count, nq, nk = captured.pairs
     if count * nq * nk > _MOST_PAIRS:
         raise CallError(
-            f"explain: {nq:,} queries and {nk:,} keys in {count} head{'s' * (count > 1)} have {count * nq * nk:,} pairs, "
+            f"explain: {nq:,} queries and {nk:,} keys in {count} {'head' if count == 1 else 'heads'} have {count * nq * nk:,} pairs, "
             f"more than {_MOST_PAIRS:,} that fit on a page. Fix: fewer tokens."
         )
     given = _every_head(captured.arrays, count)
@@ -178,7 +178,10 @@ def explain(
             rows = _numbered(value.shape[-2])
         else:
             rows = ("bias",) if name.startswith("b_") else labels[nk - value.shape[-2] :]
-        columns = labels if name in PAIRS else ("position",) if name == "tokens" else _numbered(value.shape[-1])
+        if name in PAIRS:
+            columns = labels
+        else:
+            columns = ("position",) if name == "tokens" else _numbered(value.shape[-1])
         without = _alone(unmasked[name]) if name in unmasked else None
         formula = captured.formulas.get(name, _FORMULAS[name]).format(**words)
         about = StepText(name, formula, _sentence(name, captured, lang, words), rows, columns, lang)
@@ -193,7 +196,7 @@ def _check_hidden(hidden: Any) -> None:
     is_number = isinstance(hidden, int | float | np.integer | np.floating) and not isinstance(hidden, bool)
     if not is_number or (not -(2**1000) < hidden < 2**1000 and hidden != -math.inf):
         raise CallError(
-            f"explain: hidden is {short_text(hidden)}; expected a number. Fix: hidden=-1e9, or leave it out for -inf."
+            f"explain: hidden is {short_repr(hidden)}; expected a number. Fix: hidden=-1e9, or leave it out for -inf."
         )
 
 
@@ -264,11 +267,11 @@ def _visible(mask: Mask, captured: Captured, row: int) -> NDArray[np.bool_]:
     if mask.batch[:1] not in ((), (1,), (captured.rows,)):
         raise MaskError(
             f"explain: the mask differs between {mask.batch[0]} batch rows, but the arrays have {captured.rows}.\n"
-            "Fix: mask.at(b) for the mask of row b."
+            "Fix: mask.for_row(b) for the mask of row b."
         )
     if mask.batch[1:] not in ((), (1,), (count,)):
         raise MaskError(f"explain: the mask is for {mask.batch[1]} heads, but there are {count}.")
-    check_row_lengths("explain", mask, nk)
+    check_packed_totals("explain", mask, nk)
     table = mask.dense(nq, nk)
     if mask.batch:
         table = table[row if mask.batch[0] > 1 else 0]
@@ -294,6 +297,9 @@ def _labels(tokens: Sequence[str] | str | None, n: int) -> tuple[str, ...]:
         raise CallError(f"explain: tokens is {tokens!r:.60}; expected one label for each key. Fix: a list of texts.")
     tokens = list(tokens)
     if len(tokens) != n:
-        shown = f", {how}: {' | '.join(map(printable, tokens[:8]))}{' | ...' * (len(tokens) > 8)}" if how else ""
+        first = [printable(token) for token in tokens[:8]]
+        if len(tokens) > 8:
+            first.append("...")
+        shown = f", {how}: {' | '.join(first)}" if how else ""
         raise CallError(f"explain: {len(tokens)} tokens for {n} keys{shown}.\nFix: a list with one label for each key.")
     return tuple(str(token) for token in tokens)

@@ -32,13 +32,16 @@ from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
 from lowtri.masks.arrays import is_tensor
 from lowtri.masks.formulas import causal
 from lowtri.masks.label_masks import with_open_end
-from lowtri.masks.tile import MAX_POSITIONS, check_flag, shown
+from lowtri.masks.tile import MAX_POSITIONS, check_flag, short_repr
 from lowtri.masks.tree import Tree
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
 
 _FIXES = {"capacity": "0, which grows as needed.", "block": "64.", "rewind": "the length of a draft."}
-_FREED, _HELD, _STAYS = 1, 2, 3  # states of Lifetimes
+# The states of Lifetimes.
+_FREED = 1
+_HELD = 2
+_STAYS = 3
 
 
 class Lifetimes(NamedTuple):
@@ -145,15 +148,15 @@ class KVCache:
     @property
     def contiguous(self) -> bool:
         """Whether the last append returned keys at 0 .. S-1 in order, the new ones last: attention's default positions."""
-        return self._slots.read.k is None
+        return self._slots.visible_slots.k is None
 
     def next_positions(self, n: int, layer: int = 0) -> NDArray[np.int64]:
         """Positions of a layer's next ``n`` tokens, (n,), or (B, n) where the rows of the batch differ."""
         if not isinstance(n, int | np.integer) or not 0 <= n <= POSITION_MAX:
-            raise CallError(f"next_positions: n is {shown(n)}; it counts tokens, from 0 to 2**62.")
+            raise CallError(f"next_positions: n is {short_repr(n)}; it counts tokens, from 0 to 2**62.")
         appends = self._layers[layer].appends if isinstance(layer, Hashable) and layer in self._layers else 0
         allocated = appends < self._slots.appends  # by another layer of the same append
-        positions = (self._slots.newest if allocated else self._slots.upcoming(n)).copy()
+        positions = (self._slots.last_positions if allocated else self._slots.upcoming(n)).copy()
         return positions[0] if len(positions) == 1 else positions
 
     def append(
@@ -179,11 +182,11 @@ class KVCache:
         buffers = self.store(k, v, positions, layer)
         if mask is not None:
             self._for_this_call(mask)
-        return (*buffers.front(self._slots.read.nk), self._read_positions())
+        return (*buffers.first_slots(self._slots.visible_slots.nk), self._read_positions())
 
     def _read_positions(self) -> NDArray[np.int64]:
         """The positions of the slots that the newest queries read, (S,) or (B, S)."""
-        used = self._slots.positions[:, : self._slots.read.nk]
+        used = self._slots.positions[:, : self._slots.visible_slots.nk]
         used.flags.writeable = False  # a view of the allocator's own array
         return used[0] if len(used) == 1 else used
 
@@ -205,17 +208,17 @@ class KVCache:
             if late is not None:
                 raise CallError(f"append: layer {late} has not seen the tokens that layer {layer} already has.")
             slots.allocate(n, batch_of(k), positions)
-        elif n != slots.newest.shape[1] or not (positions is None or slots.is_newest(positions)):
+        elif n != slots.last_positions.shape[1] or not (positions is None or slots.are_last_positions(positions)):
             raise CallError(
                 f"append: layer {layer} brings other tokens than the layer before it: {n} of them, after "
-                f"{slots.newest.shape[1]}. All layers of an append have the same positions."
+                f"{slots.last_positions.shape[1]}. All layers of an append have the same positions."
             )
         if buffers is None:
             buffers = self._layers[layer] = Layer(k, v, slots.capacity)
         elif slots.moved is not None:
-            buffers.move(slots.moved, slots.capacity)
+            buffers.compact(slots.moved, slots.capacity)
         buffers.appends = slots.appends
-        buffers.write(slots.newest_start, k, v)
+        buffers.write(slots.last_start, k, v)
         return buffers
 
     def attend(
@@ -273,13 +276,13 @@ class KVCache:
             result = self.attend_appended(q, layer, options)
         else:
             own = self._for_this_call(mask)
-            result = attention_over_cache(q, buffers.keys, buffers.values, own, options, self._slots.read)
+            result = attention_over_cache(q, buffers.keys, buffers.values, own, options, self._slots.visible_slots)
         return (*result, self._read_positions()) if return_received else result
 
     def attend_appended(self, q: Any, layer: int, options: CallOptions) -> Any:
         """The attention of the queries of the newest tokens, which this layer has appended; see :meth:`attend`."""
         buffers = self._layers[layer]
-        return attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, self._slots.read)
+        return attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, self._slots.visible_slots)
 
     def reorder(self, index: Any) -> None:
         """Let row ``i`` continue from row ``index[i]``, as in beam search; the batch may grow or shrink.
@@ -287,14 +290,20 @@ class KVCache:
         Raises:
             CallError: if a row does not exist, or would change its mask.
         """
+        rows = self.check_reorder(index)
+        for buffers in self._layers.values():
+            if buffers.keys.ndim == 4:
+                buffers.select_rows(rows)
+        self._slots.reorder(rows)
+
+    def check_reorder(self, index: Any) -> NDArray[np.int64]:
+        """The rows of :meth:`reorder`; raise unless they fit every layer."""
         rows = rows_of(index, self.rows, self.mask)
         self._check_complete("reorder")
         for buffers in self._layers.values():
-            if buffers.keys.ndim == 4:
-                buffers.pick(rows)
-            elif rows.tolist() != [0]:
+            if buffers.keys.ndim < 4 and rows.tolist() != [0]:
                 raise CallError(f"reorder: got index {rows.tolist()}; keys {shape_text(buffers.keys)} have no batch.")
-        self._slots.reorder(rows)
+        return rows
 
     def crop(self, n: Any) -> None:
         """Remove tokens from the end: the next token gets position ``n``, an int, or one int for each row of the batch.
@@ -305,9 +314,16 @@ class KVCache:
         Raises:
             CallError: if ``n`` is negative, or if keys that those queries can see have been evicted.
         """
+        self._slots.crop(self.check_crop(n))
+
+    def check_crop(self, n: Any) -> NDArray[np.int64]:
+        """The next positions (R,) after :meth:`crop`; raise unless those tokens can be removed."""
         ends = ends_of(n, self.rows)
         self._check_complete("crop")
-        self._slots.crop(np.broadcast_to(ends, self._slots.next.shape) if len(ends) == 1 else ends)
+        if len(ends) == 1:
+            ends = np.broadcast_to(ends, self._slots.next.shape)
+        self._slots.check_crop(ends)
+        return ends
 
     def drop(self, positions: Any) -> None:
         """Evict the tokens at these positions, in every layer: no later query sees them, whatever the mask.
@@ -361,16 +377,16 @@ class KVCache:
             CallError: if a layer has not seen the append, or an index is none of its tokens, or comes twice.
         """
         self._check_complete("keep")
-        kept = kept_of(index, self._slots.newest, self.rows)
+        kept = kept_of(index, self._slots.last_positions, self.rows)
         for buffers in self._layers.values():
-            buffers.choose(self._slots.newest_start, kept)
+            buffers.choose(self._slots.last_start, kept)
         self._slots.keep(kept)
 
-    def shift(self, keep: int, turn: Callable[[Any, NDArray[np.int64], int], Any] | None = None) -> None:
+    def shift(self, keep: int, rotate_keys: Callable[[Any, NDArray[np.int64], int], Any] | None = None) -> None:
         """Evict, then close the gap: lower the positions of all tokens after the first ``keep`` positions.
 
         Generation can thus continue past the model's context: under a window, the next position is again ``keep`` plus the
-        window, and the distances within the window stay the same. ``turn`` re-rotates keys that carry rotary embedding.
+        window, and the distances within the window stay the same. ``rotate_keys`` turns keys that carry rotary embedding.
 
         >>> cache = KVCache("causal & (window(4) | first(2))", block=1)
         >>> for t in range(10):
@@ -382,7 +398,7 @@ class KVCache:
 
         Args:
             keep: the number of leading positions that do not change (the sinks).
-            turn: called with keys (..., H, S, D), their changes of position, int64 (S,) or (B, S), 0 or negative, and the
+            rotate_keys: called with keys (..., H, S, D), their changes of position, int64 (S,) or (B, S), 0 or negative, and the
                 layer; returns the new keys. For the rotary embedding of ``lowtri.nn``:
                 ``lambda k, moved, _: apply_rotary(k, *rotary_tables(moved, D, theta))``.
 
@@ -392,18 +408,18 @@ class KVCache:
         Source: positions counted within the cache, as in StreamingLLM (Xiao et al. 2023).
         """
         if not isinstance(keep, int | np.integer) or not 0 <= keep <= POSITION_MAX:
-            raise CallError(f"shift: keep is {shown(keep)}; it counts positions, from 0 to 2**62.")
+            raise CallError(f"shift: keep is {short_repr(keep)}; it counts positions, from 0 to 2**62.")
         self._check_complete("shift")
         moved = self._slots.shift(keep)
-        if turn is None or not moved.any():
+        if rotate_keys is None or not moved.any():
             return
         for layer, buffers in self._layers.items():
-            keys, _ = buffers.front(self._slots.top)
-            keys[...] = turn(keys, moved[0] if len(moved) == 1 else moved, layer)
+            keys, _ = buffers.first_slots(self._slots.used_end)
+            keys[...] = rotate_keys(keys, moved[0] if len(moved) == 1 else moved, layer)
 
     def _for_this_call(self, mask: Mask | str) -> Mask:
         """The mask of the newest tokens alone; a tree with nothing else said stands after the text, under the cache's mask."""
-        given, newest = as_mask(mask), self._slots.newest
+        given, newest = as_mask(mask), self._slots.last_positions
         if isinstance(given, Tree) and given.inner == causal() and given.starts == (0,):
             if newest.size and not np.all(np.diff(newest, axis=1) == 1):
                 raise CallError("attend: the drafts of a tree stand at consecutive positions.\nFix: no positions=.")
@@ -424,7 +440,7 @@ class KVCache:
         for b, row in enumerate(slots.positions):
             held = np.unique(np.append(row[row >= 0], slots.next[b]))
             begin = np.append(0, held[:-1] + 1)
-            missing, q = begin < held, slots.newest[b][slots.newest[b] >= 0]
+            missing, q = begin < held, slots.last_positions[b][slots.last_positions[b] >= 0]
             if not (missing.any() and q.size):
                 continue
             for one in row_masks(mask, b, len(slots.positions)):
@@ -437,7 +453,9 @@ class KVCache:
     def to(self, device: Any) -> None:
         """Move all keys and values, which are tensors, to a device."""
         for buffers in self._layers.values():
-            buffers.keys, buffers.values, buffers.signature = buffers.keys.to(device), buffers.values.to(device), None
+            buffers.keys = buffers.keys.to(device)
+            buffers.values = buffers.values.to(device)
+            buffers.signature = None
 
     def _late(self) -> int | None:
         """The first layer that has not seen the newest tokens; None if all have."""
@@ -475,7 +493,7 @@ class KVCache:
         step = max(1, -(-n // cells))
         states = np.zeros((min(all_rows, rows), -(-n // step)), np.int8)
         for b, row in enumerate(states):
-            positions = slots.positions[b, : slots.top]
+            positions = slots.positions[b, : slots.used_end]
             positions = positions[positions >= 0]
             masks = row_masks(self.mask, b, all_rows)  # asked about all later queries
             answers = np.stack([m.tile(int(slots.next[b]), POSITION_MAX, positions, positions + 1) for m in masks])
@@ -492,7 +510,7 @@ def _token_count(name: str, value: Any, least: int, most: int) -> int:
         count = -1
     if not least <= count <= most:
         raise CallError(
-            f"KVCache: {name} is {shown(value)}; it counts tokens, from {least} to 2**{most.bit_length() - 1}."
+            f"KVCache: {name} is {short_repr(value)}; it counts tokens, from {least} to 2**{most.bit_length() - 1}."
             f"\nFix: {name}={_FIXES[name]}"
         )
     return count

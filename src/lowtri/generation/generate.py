@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.generation.models import NextLogits, context_of
 from lowtri.masks.arrays import in_numpy, is_tensor
-from lowtri.masks.tile import check_flag, shown
+from lowtri.masks.tile import check_flag, short_repr
 
 if TYPE_CHECKING:
     from typing import TypedDict
@@ -115,7 +115,7 @@ def generate(
     """
     if not callable(model):
         raise CallError(
-            f"generate: model is {shown(model)}. Fix: a model, or a function from ids (B, N) to logits (B, N, V)."
+            f"generate: model is {short_repr(model)}. Fix: a model, or a function from ids (B, N) to logits (B, N, V)."
         )
     cached = check_flag("generate", "cached", cached)
     sampling = Sampling(temperature, top_k, top_p)
@@ -208,7 +208,7 @@ def _limit(rows: list[list[int]], max_new_tokens: int | None, context: int | Non
             raise CallError("generate: the model declares no context length. Fix: max_new_tokens=...")
         return context - longest + 1  # the last token is not fed back and needs no position
     if not isinstance(max_new_tokens, int | float | np.number) or not 0 <= max_new_tokens < 2**62 or max_new_tokens % 1:
-        raise CallError(f"generate: max_new_tokens is {shown(max_new_tokens)}; it counts tokens, at least 0.")
+        raise CallError(f"generate: max_new_tokens is {short_repr(max_new_tokens)}; it counts tokens, at least 0.")
     if context is not None and longest + max_new_tokens - 1 > context:
         raise CallError(
             f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the context of {context} positions.\n"
@@ -383,7 +383,7 @@ def stop_ids(stop: Any, tokenizer: Any) -> frozenset[int]:
         stops = [token if isinstance(token, str) else operator.index(token) for token in stops]
     except TypeError:
         raise CallError(
-            f"generate: stop is {shown(stop)}; expected ids of tokens or texts of one token each."
+            f"generate: stop is {short_repr(stop)}; expected ids of tokens or texts of one token each."
         ) from None
     return frozenset(_one_token(tokenizer, token) if isinstance(token, str) else int(token) for token in stops)
 

@@ -40,7 +40,7 @@ class Layer:
         _write(self.keys, start, k)
         _write(self.values, start, v)
 
-    def move(self, slots: Slots, capacity: int) -> None:
+    def compact(self, slots: Slots, capacity: int) -> None:
         """New buffers with the old slots at their front."""
         self.keys, self.values = (_enlarged(x[..., slots, :], capacity) for x in (self.keys, self.values))
 
@@ -54,11 +54,13 @@ class Layer:
                 for row, chosen in zip(buffer, places, strict=True):  # views of single rows
                     _write(row, start, _copied(row, chosen))
 
-    def pick(self, rows: NDArray[np.int64]) -> None:
+    def select_rows(self, rows: NDArray[np.int64]) -> None:
         """Row i becomes a copy of row ``rows[i]``."""
-        self.keys, self.values, self.signature = _rows(self.keys, rows), _rows(self.values, rows), None
+        self.keys = _rows(self.keys, rows)
+        self.values = _rows(self.values, rows)
+        self.signature = None
 
-    def front(self, n: int) -> tuple[Any, Any]:
+    def first_slots(self, n: int) -> tuple[Any, Any]:
         """The first ``n`` slots, as views."""
         if isinstance(self.keys, np.ndarray):
             return self.keys[..., :n, :], self.values[..., :n, :]
@@ -72,7 +74,7 @@ def check_new(k: Any, v: Any, mask: Mask) -> None:
             f"append: keys {shape_text(k)} and values {shape_text(v)} do not fit: "
             "expected (B, H, N, D) and (B, H, N, Dv), or both without B, or without B and H."
         )
-    rows = (*mask.batch, 1)[0]
+    rows = mask.batch[0] if mask.batch else 1
     if rows > 1 and (k.ndim < 4 or k.shape[0] != rows):
         raise CallError(f"append: keys {shape_text(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
 

@@ -20,16 +20,19 @@ from numpy.typing import NDArray
 from lowtri.errors import CallError
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask
 from lowtri.masks.arrays import positions_in_numpy
-from lowtri.ops.call import Positions
+from lowtri.ops.call import Placement
 
 Slots: TypeAlias = "slice | NDArray[np.int64]"
 
 _INT64 = np.dtype(np.int64)
-_AHEAD = 64  # number of future queries for which `shift` compares the mask before and after
-_ENDS, _MOST_ENDS = 256, 2**16  # ends in one vectorised tile call, for rows of about equal lengths and for others
-_LAST = 128  # queries of an append that are checked for a certain later key; the check of new keys covers the others
-_FEW, _PAIRS = 4096, 2**20  # pairs read without a tile call first, and at most at a time
-_EDGES = np.concatenate([np.arange(64), 2 ** np.arange(6, 62)])  # (S + 1,) single keys, then doubling ranges
+_FUTURE_QUERIES = 64  # number of future queries for which `shift` compares the mask before and after
+_PROVEN_ENDS = 256  # ends in one vectorised tile call, for rows of about equal lengths
+_MOST_PROVEN_ENDS = 2**16  # and for others
+# Queries of an append that are checked for a certain later key; the check of new keys covers the others.
+_QUERIES_CHECKED = 128
+_FEW_PAIRS = 4096  # read without a tile call first
+_PAIRS_AT_A_TIME = 2**20  # read at most
+_KEY_EDGES = np.concatenate([np.arange(64), 2 ** np.arange(6, 62)])  # (S + 1,) single keys, then doubling ranges
 
 
 class SlotAllocator:
@@ -48,22 +51,25 @@ class SlotAllocator:
         lookahead: LookaheadCheck | None,
         fixed: bool = False,
     ) -> None:
-        self.mask, self.floor, self.block, self.rewind = mask, capacity, block, rewind
+        self.mask = mask
+        self.least_capacity = capacity
+        self.block = block
+        self.rewind = rewind
         self.fixed = fixed  # whether the capacity stays
         self.positions = np.full((1, capacity), -1, np.int64)
         self.next = np.zeros(1, np.int64)  # (R,) the position of the next token
-        self.top = 0  # all used slots are below
+        self.used_end = 0  # all used slots are below
         self.appends = 0
         self.evicted = 0
-        self.newest: NDArray[np.int64] = self.positions[
-            :, :0
-        ]  # (R, N) positions of the last append, -1 where removed since
-        self.newest_start = 0  # the slot of its first token
-        self.read = Positions(0, self.newest, self.newest, (-1, -1, -1, -1))  # by its queries, in every layer
+        # (R, N) positions of the last append, -1 where removed since
+        self.last_positions: NDArray[np.int64] = self.positions[:, :0]
+        self.last_start = 0  # the slot of its first token
+        # What its queries read, in every layer.
+        self.visible_slots = Placement(0, self.last_positions, self.last_positions, (-1, -1, -1, -1))
         self.moved: Slots | None = None  # the old slots in their new order, if the last append moved the tokens
         self.lookahead = lookahead  # None if queries may come before keys that the mask shows them
         self._complete_from = np.zeros(1, np.int64)  # (R,) queries from here on can see none of the evicted keys
-        self._gaps = False  # whether a slot below `top` may be free in some row
+        self._gaps = False  # whether a slot below `used_end` may be free in some row
         self._since_sweep = 0  # tokens appended since the last sweep
         self._interval = block  # tokens between two sweeps
         self._most_live = 0  # the largest number of tokens left after a sweep
@@ -75,19 +81,19 @@ class SlotAllocator:
     @property
     def used(self) -> NDArray[np.int64]:
         """Slots that hold a token of any row, ascending."""
-        return np.flatnonzero((self.positions[:, : self.top] >= 0).any(0))
+        return np.flatnonzero((self.positions[:, : self.used_end] >= 0).any(0))
 
     def upcoming(self, n: int) -> NDArray[np.int64]:
         """Default positions of the next ``n`` tokens, (R, n)."""
         return self.next[:, None] if n == 1 else self.next[:, None] + np.arange(n)
 
-    def is_newest(self, positions: Any) -> bool:
+    def are_last_positions(self, positions: Any) -> bool:
         """Whether these are the positions of the last append, for all rows or for each."""
-        if same(positions, self.newest):
+        if same(positions, self.last_positions):
             return True
         rows = np.maximum(np.atleast_2d(as_positions(positions)), -1)
-        fits = rows.shape[1:] == self.newest.shape[1:] and (len(rows) == 1 or len(self.newest) == 1)
-        return fits and bool(np.all(rows == self.newest))
+        fits = rows.shape[1:] == self.last_positions.shape[1:] and (len(rows) == 1 or len(self.last_positions) == 1)
+        return fits and bool(np.all(rows == self.last_positions))
 
     def allocate(self, n: int, rows: int, positions: Any = None) -> None:
         """Allocate slots for ``n`` new tokens, evicting keys and resizing as needed."""
@@ -100,45 +106,48 @@ class SlotAllocator:
         if len(new) > len(self.positions):
             self._widen(len(new))
         self.moved = None
-        if self._since_sweep >= self._interval or self.top + n > self.capacity:
+        if self._since_sweep >= self._interval or self.used_end + n > self.capacity:
             earliest = np.where(new >= 0, new, POSITION_MAX).min(1, initial=POSITION_MAX)
             earliest = np.where(earliest < POSITION_MAX, earliest, self.next)  # (R,) no query comes before it
             self._sweep(np.maximum(earliest - self.rewind, 0), n)
-        self.positions[:, self.top : self.top + n] = new
-        self.newest_start = self.top
-        self.top += n
-        self.newest = new
+        self.positions[:, self.used_end : self.used_end + n] = new
+        self.last_start = self.used_end
+        self.used_end += n
+        self.last_positions = new
         if n:
             self._gaps = self._gaps or not follows
             self.next = new[:, -1] + 1 if follows else np.maximum(self.next, new.max(1) + 1)
-        self.read = self._read(n)
+        self.visible_slots = self._find_visible_slots(n)
         self._since_sweep += n
         self.appends += 1
 
-    def _read(self, n: int) -> Positions:
+    def _find_visible_slots(self, n: int) -> Placement:
         """What the queries of the last ``n`` tokens read: all slots where keys are evicted, so that the number is constant."""
-        top, q = self.top, self.newest
+        top, q = self.used_end, self.last_positions
         if not self._gaps and len(self.next) == 1 and self.next.item() == top:
-            return Positions(top, None, None, (top - n, top - 1, 0, top - 1))  # attention's defaults: cheaper
+            return Placement(top, None, None, (top - n, top - 1, 0, top - 1))  # attention's defaults: cheaper
         span = self.capacity if self.evicted else top
         k = self.positions[:, :span]
         if q.size == 1:  # of one row: keys ascend
             at, gaps = q.item(), self._gaps or span > top
-            return Positions(span, q, k, (at, at, -1 if gaps else k.item(0), self.next.item() - 1))
+            return Placement(span, q, k, (at, at, -1 if gaps else k.item(0), self.next.item() - 1))
         low, high = ([int(f(x, initial=none)) for x in (q, k)] for f, none in ((np.min, POSITION_MAX), (np.max, -1)))
-        return Positions(span, q, k, (low[0], high[0], low[1], high[1]))
+        return Placement(span, q, k, (low[0], high[0], low[1], high[1]))
 
-    def crop(self, n: NDArray[np.int64]) -> None:
-        """Remove the tokens at positions from ``n`` (R,) on."""
+    def check_crop(self, n: NDArray[np.int64]) -> None:
+        """Raise unless the tokens at positions from ``n`` (R,) on can be removed."""
         if np.any((n < self._complete_from) & (n < self.next)):
             raise CallError(
                 f"crop: n is {n.tolist()}, but keys that queries before {self._complete_from.tolist()} may see are evicted.\n"
                 f"Fix: crop to {self._complete_from.tolist()} or later, or start a new cache."
             )
+        if self.lookahead is not None:
+            self.lookahead.crop(n, np.broadcast_to(self.next, n.shape))
+
+    def crop(self, n: NDArray[np.int64]) -> None:
+        """Remove the tokens at positions from ``n`` (R,) on, which :meth:`check_crop` allows."""
         if len(n) > len(self.positions):
             self._widen(len(n))
-        if self.lookahead is not None:
-            self.lookahead.crop(n, self.next)
         self.positions[self.positions >= n[:, None]] = -1
         self.next = np.minimum(self.next, n)
         self._removed()  # rows may be cropped to other lengths
@@ -147,7 +156,7 @@ class SlotAllocator:
         """Evict the tokens at these positions, (R, n); -1 stands for none."""
         rows = max(len(chosen), len(self.positions))
         of_rows = np.broadcast_to(chosen, (rows, chosen.shape[1]))
-        before = np.broadcast_to(self.positions[:, : self.top], (rows, self.top))
+        before = np.broadcast_to(self.positions[:, : self.used_end], (rows, self.used_end))
         dropped = np.stack([np.isin(held, gone[gone >= 0]) for held, gone in zip(before, of_rows, strict=True)])
         for b, gone in enumerate(of_rows):
             missing = np.setdiff1d(gone[gone >= 0], before[b])
@@ -159,42 +168,44 @@ class SlotAllocator:
         if len(chosen) > len(self.positions):
             self._widen(len(chosen))
         many = len(self.used)
-        self.positions[:, : self.top][dropped[: len(self.positions)]] = -1
+        self.positions[:, : self.used_end][dropped[: len(self.positions)]] = -1
         self.evicted += many - len(self.used)
         self._removed()
 
     def keep(self, index: NDArray[np.int64]) -> None:
         """Of the tokens of the last append keep these, (R, m), -1 for none, at consecutive positions; free the other slots."""
-        start, n = self.newest_start, index.shape[1]
+        start, n = self.last_start, index.shape[1]
         if len(index) > len(self.positions):
             self._widen(len(index))
-        first = np.where(self.newest >= 0, self.newest, POSITION_MAX).min(1, initial=POSITION_MAX)
+        first = np.where(self.last_positions >= 0, self.last_positions, POSITION_MAX).min(1, initial=POSITION_MAX)
         first = np.where(first < POSITION_MAX, first, self.next)  # (R,)
         new = np.where(index >= 0, first[:, None] + np.arange(n), -1)
-        self.positions[:, start : self.top] = -1
+        self.positions[:, start : self.used_end] = -1
         self.positions[:, start : start + n] = new
         self.next = first + (index >= 0).sum(1)
-        self.top, self.newest = start + n, new
+        self.used_end, self.last_positions = start + n, new
         self._removed()
 
     def _removed(self) -> None:
         """After positions were changed in their slots: which slots are used, and what is left of the last append."""
         used = self.used
-        self.top = int(used[-1]) + 1 if len(used) else 0
-        self._gaps = bool((self.positions[:, : self.top] < 0).any())
-        self._find_newest()
+        self.used_end = int(used[-1]) + 1 if len(used) else 0
+        self._gaps = bool((self.positions[:, : self.used_end] < 0).any())
+        self._find_last_positions()
 
-    def _find_newest(self) -> None:
-        slots = slice(self.newest_start, self.newest_start + self.newest.shape[1])
-        self.newest = self.positions[:, slots].copy()
+    def _find_last_positions(self) -> None:
+        slots = slice(self.last_start, self.last_start + self.last_positions.shape[1])
+        self.last_positions = self.positions[:, slots].copy()
 
     def reorder(self, index: NDArray[np.int64]) -> None:
         if len(self.positions) > 1:
-            self.positions, self.next, self.newest = self.positions[index], self.next[index], self.newest[index]
+            self.positions = self.positions[index]
+            self.next = self.next[index]
+            self.last_positions = self.last_positions[index]
             self._complete_from = self._complete_from[index]
 
     def shift(self, keep: int) -> NDArray[np.int64]:
-        """Close the gap of evicted tokens after position ``keep``; return by how much each slot's token moved, (R, top).
+        """Close the gap of evicted tokens after position ``keep``; return by how much each slot's token moved, (R, used_end).
 
         Rows move independently, each as far as it can; a key that only other rows still see is evicted from its row.
         """
@@ -208,19 +219,19 @@ class SlotAllocator:
         back = np.where(self.next > keep, back, 0)
         after = before - np.where(before >= keep, back[:, None], 0)
         self._check_shift(before, after, back)
-        moved = np.zeros((len(before), self.top), np.int64)
+        moved = np.zeros((len(before), self.used_end), np.int64)
         moved[:, used] = after - before
         self.evicted += int(np.count_nonzero((before < 0).all(0)))
         self.positions[:, used] = after
         self.next = self.next - back
-        self._find_newest()
+        self._find_last_positions()
         self._complete_from = np.where(evicted.any(1) | (back > 0), first - back, self._complete_from)
         self._gaps = self._gaps or bool((after < 0).any())
         return moved
 
     def _check_shift(self, before: NDArray[np.int64], after: NDArray[np.int64], back: NDArray[np.int64]) -> None:
         """Raise if the mask would show other pairs after the shift."""
-        new = np.arange(_AHEAD)
+        new = np.arange(_FUTURE_QUERIES)
         for b in range(len(before)) if np.any(back) else ():
             old_q, new_q = self.next[b] + new, self.next[b] - back[b] + new  # future queries
             old_k, new_k = np.concatenate([before[b], old_q]), np.concatenate([after[b], new_q])
@@ -234,7 +245,7 @@ class SlotAllocator:
     def _widen(self, rows: int) -> None:
         """From one row of positions for the whole batch to one for each of its rows."""
         self.positions = np.repeat(self.positions, rows, 0)
-        self.newest = np.repeat(self.newest, rows, 0)
+        self.last_positions = np.repeat(self.last_positions, rows, 0)
         self.next, self._complete_from = np.repeat(self.next, rows), np.repeat(self._complete_from, rows)
 
     def _sweep(self, first: NDArray[np.int64], n: int) -> None:
@@ -253,10 +264,10 @@ class SlotAllocator:
         capacity, needed = self.capacity, len(live) + n
         self._since_sweep, self._interval = 0, max(self.block, needed // 8)
         self._most_live = max(self._most_live, len(live))
-        enough = max(self._round(max(self._most_live, needed) + self._interval), self.floor)
+        enough = max(self._round(max(self._most_live, needed) + self._interval), self.least_capacity)
         if self.fixed:
             pass
-        elif self.top + n > capacity and capacity - needed < self._interval // 2:
+        elif self.used_end + n > capacity and capacity - needed < self._interval // 2:
             if evicted or not len(used):
                 capacity = enough
             else:  # a quarter more where tokens will be evicted at some time, so that little of it stays unused
@@ -265,7 +276,7 @@ class SlotAllocator:
                 capacity = self._round(needed + max(self._interval, needed // 4) if evicts else 2 * needed)
         elif evicted and capacity > enough + enough // 4:
             capacity = enough  # after a long prompt, a window needs less
-        if len(live) < self.top or capacity != self.capacity:
+        if len(live) < self.used_end or capacity != self.capacity:
             self._move(live, capacity)
 
     def _move(self, live: NDArray[np.int64], capacity: int) -> None:
@@ -273,7 +284,7 @@ class SlotAllocator:
         top = len(live)
         positions = np.full((len(self.positions), capacity), -1, np.int64)
         positions[:, :top] = self.positions[:, live]
-        self.positions, self.top = positions, top
+        self.positions, self.used_end = positions, top
         self._gaps = bool((positions[:, :top] < 0).any())
         consecutive = top and live[-1] - live[0] == top - 1
         self.moved = slice(int(live[0]), int(live[-1]) + 1) if consecutive else live
@@ -334,10 +345,10 @@ def rows_of(index: Any, size: int, mask: Mask) -> NDArray[np.int64]:
     rows = as_positions(index, "reorder: index")
     if rows.ndim != 1 or np.any((rows < 0) | (rows >= size)):
         raise CallError(f"reorder: index is {rows.tolist()}, but the cache has the rows 0 .. {size - 1}.")
-    masks, heads = (*mask.batch, 1, 1)[:2]
+    masks, heads = _batch_and_heads(mask)
     if masks > 1 and (
         len(rows) != size
-        or any(mask.at(i, h) != mask.at(int(row), h) for i, row in enumerate(rows) for h in range(heads))
+        or any(mask.for_row(i, h) != mask.for_row(int(row), h) for i, row in enumerate(rows) for h in range(heads))
     ):
         raise CallError(
             f"reorder: index is {rows.tolist()}, but {mask!r} differs from row to row, and masks are not reordered.\n"
@@ -416,11 +427,11 @@ class LookaheadCheck:
         end = np.maximum(coming, positions.max(1, initial=-1) + 1)  # (R,)
         self._check_keys(positions, coming)
         if np.all(self._none_seen_after(end)):
-            ends = int(end.min()) + np.arange(min(_ENDS + high - low, _MOST_ENDS))
+            ends = int(end.min()) + np.arange(min(_PROVEN_ENDS + high - low, _MOST_PROVEN_ENDS))
             proven = self._none_seen_after(ends[None])[0]
             self._proven = range(int(ends[0]), int(ends[0]) + (len(ends) if proven.all() else int(proven.argmin())))
         else:
-            self._check_queries(positions[:, -_LAST:], end)
+            self._check_queries(positions[:, -_QUERIES_CHECKED:], end)
 
     def crop(self, n: NDArray[np.int64], coming: NDArray[np.int64]) -> None:
         """Before the tokens from ``n`` to before ``coming`` (R,) are removed: no query that stays may have seen one."""
@@ -449,7 +460,7 @@ class LookaheadCheck:
 
     def _check_queries(self, q: NDArray[np.int64], end: NDArray[np.int64]) -> None:
         """Raise if the tiles prove that a new query sees a key from ``end`` (R,) on."""
-        k = np.minimum(end[:, None, None] + _EDGES, POSITION_MAX)  # (R, 1, S + 1)
+        k = np.minimum(end[:, None, None] + _KEY_EDGES, POSITION_MAX)  # (R, 1, S + 1)
         certain = seen(self.mask, q[..., None], q[..., None] + 1, k[..., :-1], k[..., 1:]) == FULL
         for b, i, s in np.argwhere(certain)[:1].tolist():
             masks = row_masks(self.mask, b, len(q))
@@ -479,9 +490,9 @@ def _last_seen(mask: Mask, q: int, k: int) -> int:
 
 def visible_pair(mask: Mask, low: int, high: int, k: NDArray[np.int64]) -> tuple[int, int] | None:
     """A query from ``low`` to before ``high`` that sees one of the keys ``k`` (S,), and that key."""
-    if (high - low) * len(k) > _FEW:
+    if (high - low) * len(k) > _FEW_PAIRS:
         k = k[np.asarray(mask.tile(low, high, k, k + 1)) != EMPTY]
-    step = max(1, _PAIRS // max(1, len(k)))
+    step = max(1, _PAIRS_AT_A_TIME // max(1, len(k)))
     for start in range(low, high if len(k) else low, step):
         shown = mask(np.arange(start, min(start + step, high))[:, None], k)
         if shown.any():
@@ -508,5 +519,11 @@ def seen(mask: Mask, q0: Any, q1: Any, k0: Any, k1: Any) -> NDArray[np.int8]:
 
 def row_masks(mask: Mask, b: int, rows: int) -> list[Mask]:
     """The masks of all heads in row ``b``; with ``rows`` = 1, those of all rows of the batch."""
-    batch, heads = (*mask.batch, 1, 1)[:2]
-    return [mask.at(i, h) for i in (range(batch) if rows == 1 else [b]) for h in range(heads)]
+    batch, heads = _batch_and_heads(mask)
+    return [mask.for_row(i, h) for i in (range(batch) if rows == 1 else [b]) for h in range(heads)]
+
+
+def _batch_and_heads(mask: Mask) -> tuple[int, int]:
+    """How many rows of a batch and heads have masks of their own."""
+    batch = mask.batch
+    return (batch[0] if batch else 1, batch[1] if len(batch) > 1 else 1)

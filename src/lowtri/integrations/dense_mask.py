@@ -45,7 +45,7 @@ class LazyMask:
     nq: int
     k0: int
     nk: int
-    remake: Callable[[], Tensor | None] | None = field(default=None, repr=False)  # for the forward that then runs
+    materialize: Callable[[], Tensor | None] | None = field(default=None, repr=False)  # for the forward that then runs
     context: Any = field(default=None, repr=False)  # a ContextParallel, which then has the positions
     packed: bool = field(default=False, repr=False)  # whether the documents that the call says are in it
     cache: Any = field(default=None, repr=False)  # an EvictingCache, which then has the positions
@@ -64,7 +64,9 @@ class LazyMask:
 
         One tile decides about the tail; the start of a window is found by bisection. Computed once for a forward, not a layer.
         """
-        mask, q0, q1, low, high = self.mask, self.q0, self.q0 + self.nq, self.k0, self.k0 + self.nk
+        mask = self.mask
+        q0, q1 = self.q0, self.q0 + self.nq
+        low, high = self.k0, self.k0 + self.nk
         if not mask.depends_on_query or low == high:
             return self
         if low < q1 < high and _all_hidden(mask, q0, q1, q1, high):
@@ -84,17 +86,17 @@ class LazyMask:
 
     def joined(self, mask: Mask) -> LazyMask:
         """This mask and another."""
-        return replace(self, mask=join(self.mask, mask), remake=None)
+        return replace(self, mask=join(self.mask, mask), materialize=None)
 
     def rows(self, start: int, stop: int) -> LazyMask:
         """The queries ``start .. stop`` alone (indices)."""
         self._require_sequence()
-        return replace(self, q0=self.q0 + start, nq=max(stop - start, 0), remake=None)
+        return replace(self, q0=self.q0 + start, nq=max(stop - start, 0), materialize=None)
 
     def columns(self, start: int, stop: int) -> LazyMask:
         """The keys ``start .. stop`` alone (indices)."""
         self._require_sequence()
-        return replace(self, k0=self.k0 + start, nk=max(stop - start, 0), remake=None)
+        return replace(self, k0=self.k0 + start, nk=max(stop - start, 0), materialize=None)
 
     def table(self) -> NDArray[np.bool_]:
         """Every pair, True = may see: (B|1, Hq|1, Nq, Nk)."""
@@ -106,7 +108,8 @@ class LazyMask:
             )
         q, k = np.arange(self.q0, self.q0 + self.nq), np.arange(self.k0, self.k0 + self.nk)
         pairs = np.asarray(self.mask(q[:, None], k[None, :]))
-        lead = (*self.mask.batch, 1, 1)[:2]
+        batch = self.mask.batch
+        lead = (*batch, *[1 for _ in range(2 - len(batch))])  # (B|1, Hq|1)
         return np.broadcast_to(pairs.reshape(*lead, *pairs.shape[-2:]), (*lead, self.nq, self.nk))
 
     def _require_sequence(self) -> None:

@@ -60,7 +60,7 @@ class FunctionMask(Mask):
     h: int = 0
     memo: dict[Any, Any] = field(default_factory=dict, compare=False)
 
-    def _at(self, b: int, h: int) -> Mask:
+    def _for_row(self, b: int, h: int) -> Mask:
         return replace(self, batch=(), b=b, h=h)
 
     def _sees(self, q: Index, k: Index) -> Any:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 
-class Replaced:
+class SwappedForward:
     """The base of what replaces the forward of a module; copies and pickles of the module keep it."""
 
     original: type[Any]

@@ -31,10 +31,10 @@ from lowtri.backends import BACKENDS
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError, EngineError
 from lowtri.integrations.dense_mask import join, read_table, top_left_positions
-from lowtri.integrations.replaced_class import Replaced, replace_forward, restore_forward
+from lowtri.integrations.replaced_class import SwappedForward, replace_forward, restore_forward
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
-from lowtri.masks.tile import check_flag, shown
+from lowtri.masks.tile import check_flag, short_repr
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.dense_tables import with_half_of_the_lowest
 
@@ -78,9 +78,9 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
     if not isinstance(module, nn.Module):
         raise EngineError(f"switch: the model is {module!r:.60}, but it takes an nn.Module. Fix: an instance of one.")
     if not isinstance(engine, str) or engine not in ("auto", *BACKENDS):
-        raise EngineError(f"switch: there is no engine {shown(engine)}. There are: auto, {', '.join(BACKENDS)}.")
+        raise EngineError(f"switch: there is no engine {short_repr(engine)}. There are: auto, {', '.join(BACKENDS)}.")
     parts: list[Any] = list(module.modules())
-    switched: list[Any] = [x for x in parts if isinstance(x, Replaced) and hasattr(x, "lowtri_engine")]
+    switched: list[Any] = [x for x in parts if isinstance(x, SwappedForward) and hasattr(x, "lowtri_engine")]
     if back:
         _switch_back(parts, switched)
         return module
@@ -130,7 +130,7 @@ def _why_not(part: nn.Module) -> str | None:
     return None
 
 
-class _Multihead(Replaced):
+class _Multihead(SwappedForward):
     lowtri_engine: str
 
     def forward(
@@ -211,7 +211,8 @@ def _multi_head_attention(
         k, v = (torch.cat([x, b.expand(len(x), 1, -1)], 1) for x, b in ((k, module.bias_k), (v, module.bias_v)))
         added += 1
     if module.add_zero_attn:
-        k, v, added = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), added + 1
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        added += 1
     if added:  # neither True nor a number: every query sees them. The promise of is_causal does not hold for them.
         attn_mask, padding = (None if x is None else F.pad(x, (0, added)) for x in (attn_mask, padding))
     q, k, v = (x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
@@ -254,7 +255,8 @@ def _checked(
     masks: dict[str, Tensor | None], sizes: tuple[int, int, int, int], batched: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """attn_mask, (L, S) or (B, H, L, S), and key_padding_mask, (B, S)."""
-    rows, heads, nq, nk = sizes
+    rows, heads = sizes[:2]
+    nq, nk = sizes[2:]
     expected = {
         "attn_mask": ((nq, nk), (rows * heads, nq, nk)),
         "key_padding_mask": ((rows, nk),) if batched else ((nk,),),

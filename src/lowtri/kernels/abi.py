@@ -23,16 +23,16 @@ from lowtri.kernels.spec import QUERIES, KernelSpec
 Sizes: TypeAlias = Mapping[str, Any]  # the prepared fields of a call, by name
 Parts: TypeAlias = dict[str, int]  # the bytes of each part of a scratch memory
 
-KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of the register tile's 6 rows
+KEYS = 96  # keys in a tile: 24 KB of scores stay in L1, and 96 is a multiple of the register block's 6 rows
 CACHE_KEYS = 256  # the cache is split between threads in multiples of these keys
 CACHE_BLOCK = 1024  # keys in a block of online softmax, for few queries: at most
-CACHE_SCORES = (
-    CACHE_BLOCK + 16
-)  # numbers in a row of its scores: no power of two, so that rows do not evict one another
+# Numbers in a row of its scores: no power of two, so that rows do not evict one another.
+CACHE_SCORES = CACHE_BLOCK + 16
 CACHE_ROWS = 8  # rows of queries whose maxima and sums are computed at once
-MOST_SLOTS = 64  # of tiles that a thread keeps, see kernels/rows.py
+MOST_SLOTS = 64  # of tiles that a thread keeps, see kernels/operands.py
 # The product that measures the ceiling: with 64 columns A takes 6 KB, B 16 KB and C 6 KB, which fit into 32 KB together.
-MULTIPLY_ROWS, MULTIPLY_DEPTH = 24, 64
+MULTIPLY_ROWS = 24
+MULTIPLY_DEPTH = 64
 _SLOT_BYTES = 2**19  # half of a second cache: 42 tiles of 96 keys of bf16, D 64
 
 COUNTER = np.dtype([("count", np.int64)])  # threads of the team increment it; a run begins at 0
@@ -102,7 +102,7 @@ class Abi:
         names = (self.dtype.names or ())[3 + len(self.addresses) :]
         return {name: self.dtype[name].names or () for name in names}
 
-    def pack(self, values: Mapping[str, Any]) -> bytes:
+    def record_bytes(self, values: Mapping[str, Any]) -> bytes:
         """The bytes of the prepared fields, each given by its name.
 
         Raises:
@@ -124,17 +124,18 @@ class Abi:
         Returns:
             The fields ``thread_bytes`` and ``offsets``; its size; and the offset and the size of the part that begins at 0.
         """
-        offsets, end, shared = {}, 0, self.shared(spec, sizes)
+        offsets, end = {}, 0
+        shared = self.shared(spec, sizes)
         for name, size in self.thread(spec, sizes).items():
             offsets[name], end = end, end + aligned(size)
-        thread_bytes, end = end, end * threads
+        thread_bytes = end
+        end *= threads
         for name, size in shared.items():
             offsets[name], end = end, end + aligned(size)
-        return (
-            {"thread_bytes": thread_bytes} | ({"offsets": offsets} if offsets else {}),
-            end,
-            (offsets.get(self.zeros, 0), shared.get(self.zeros, 0)),
-        )
+        fields: dict[str, Any] = {"thread_bytes": thread_bytes}
+        if offsets:
+            fields["offsets"] = offsets
+        return fields, end, (offsets.get(self.zeros, 0), shared.get(self.zeros, 0))
 
 
 # Sizes, on both sides.
@@ -152,23 +153,23 @@ def aligned(size: int) -> int:
 
 def padded(spec: KernelSpec, size: int) -> int:
     """A head size rounded up to what a packed row takes: whole vectors, or whole blocks of 32 columns."""
-    block = 32 if spec.on_tiles else spec.lanes
+    block = 32 if spec.uses_amx else spec.lanes
     return (size + block - 1) // block * block
 
 
 def product_rows(size: int, spec: KernelSpec) -> int:
-    """The rows of the output (head size, queries), or of dQ, that a product on tiles writes: whole registers of 16."""
-    return (size + 15) & -16 if spec.on_tiles else size
+    """The rows of the output (head size, queries), or of dQ, that a product on AMX writes: whole registers of 16."""
+    return (size + 15) & -16 if spec.uses_amx else size
 
 
 def key_rows(spec: KernelSpec, nk: int) -> int:
     """The rows of dK and dV."""
-    return round_up(nk, 16) if spec.on_tiles else nk
+    return round_up(nk, 16) if spec.uses_amx else nk
 
 
 def key_bytes(keys: int, size: int, spec: KernelSpec) -> int:
     """Of an operand of so many keys, rows of ``size`` numbers."""
-    return spec.number_bytes // spec.per_word * keys * size
+    return spec.number_bytes // spec.per_element * keys * size
 
 
 def slot_count(slot_bytes: int) -> int:
@@ -186,7 +187,7 @@ def place_of_row(row: int) -> int:
     return row // CACHE_ROWS * 16 + row % CACHE_ROWS
 
 
-_SIZES = {name: np.int64 for name in ("batch", "heads", "group", "nq", "nk", "d", "dv")}
+_SIZES = {name: np.int64 for name in ("batch", "heads", "group", "nq", "nk", "head_dim", "value_dim")}
 _INPUTS = {"k_strides": STRIDES, "v_strides": STRIDES, "q_strides": STRIDES, "bias_strides": BROADCAST}
 
 
@@ -205,54 +206,55 @@ def _slots(spec: KernelSpec, size: int) -> int:
 
 
 def _transposed_tiles(size: str) -> Callable[[KernelSpec, Sizes], Parts]:
-    """What threads share on tiles, for all key/value heads: transposed rows of V or K, and the states of their tiles."""
+    """What threads share on AMX, for all key/value heads: transposed rows of V or K, and the states of their tiles."""
 
     def shared(spec: KernelSpec, sizes: Sizes) -> Parts:
-        tiles = _kv_heads(sizes) * -(-sizes["nk"] // KEYS) * spec.on_tiles
+        tiles = _kv_heads(sizes) * -(-sizes["nk"] // KEYS) * spec.uses_amx
         return {"packed": 2 * tiles * KEYS * product_rows(sizes[size], spec), "packed_states": 8 * tiles}
 
     return shared
 
 
 def _forward(spec: KernelSpec, sizes: Sizes) -> Parts:
-    row, number, dv = spec.row_bytes, spec.number_bytes, sizes["dv"]
-    d_padded, dv_padded, is_direct = padded(spec, sizes["d"]), padded(spec, dv), spec.is_direct
-    if spec.on_tiles:
-        kept_keys, kept_values = 2 * KEYS * d_padded, 2 * KEYS * product_rows(dv, spec)
+    row, number = spec.row_bytes, spec.number_bytes
+    d_padded, dv_padded = padded(spec, sizes["head_dim"]), padded(spec, sizes["value_dim"])
+    if spec.uses_amx:
+        kept_keys = 2 * KEYS * d_padded
+        kept_values = 2 * KEYS * product_rows(sizes["value_dim"], spec)
     else:
         kept_keys = _slots(spec, d_padded) if spec.is_widened else 0
-        kept_values = 0 if is_direct else _slots(spec, dv_padded)
+        kept_values = 0 if spec.is_direct else _slots(spec, dv_padded)
     return {
-        "queries": row * d_padded // spec.per_word,
-        "scores": spec.unit_row * KEYS,
+        "queries": row * d_padded // spec.per_element,
+        "scores": spec.step_row_bytes * KEYS,
         "output": row * dv_padded,
         "shift": row,
         "total": row,
-        "weights": spec.unit_row * KEYS // 2 if spec.in_pairs else 0,
-        "values": number * KEYS * dv_padded,  # a copy with 0 in place of non-finite rows; rows to be packed on tiles
-        "zeros": number * round_up(dv, 32) if spec.in_pairs else 0,
-        "rows": 0 if is_direct else row * max(d_padded, dv_padded),
+        "weights": spec.step_row_bytes * KEYS // 2 if spec.packs_bf16 else 0,
+        "values": number * KEYS * dv_padded,  # a copy with 0 in place of non-finite rows; rows to be packed for AMX
+        "zeros": number * round_up(sizes["value_dim"], 32) if spec.packs_bf16 else 0,
+        "rows": 0 if spec.is_direct else row * max(d_padded, dv_padded),
         "kept_keys": kept_keys,
         "kept_values": kept_values,
         **_dropout(),
-        "tile_configuration": 128 * spec.on_tiles,
+        "tile_configuration": 128 * spec.uses_amx,
     }
 
 
 def _backward(spec: KernelSpec, sizes: Sizes) -> Parts:
-    row, number, d = spec.row_bytes, spec.number_bytes, sizes["d"]
-    d_padded, dv_padded = padded(spec, d), padded(spec, sizes["dv"])
+    row, number = spec.row_bytes, spec.number_bytes
+    d_padded, dv_padded = padded(spec, sizes["head_dim"]), padded(spec, sizes["value_dim"])
     d_rows, dv_rows = number * QUERIES * d_padded, number * QUERIES * dv_padded
-    values = 2 * KEYS * max(d_padded, dv_padded) if spec.on_tiles else 0
+    values = 2 * KEYS * max(d_padded, dv_padded) if spec.uses_amx else 0
     return {
-        "queries": d_rows // spec.per_word,
-        "d_output": dv_rows // spec.per_word,
+        "queries": d_rows // spec.per_element,
+        "d_output": dv_rows // spec.per_element,
         "dq": row * d_padded,
         "scores": row * KEYS,
         "ds": row * KEYS,
-        "d_softcap": row * KEYS,  # in pairs also dS for dQ
+        "d_softcap": row * KEYS,  # of bf16 also dS for dQ
         "shift": row,
-        "shift_low": row,
+        "shift_residual": row,
         "delta": row,
         "q_rows": d_rows,
         "d_output_rows": dv_rows,
@@ -260,25 +262,26 @@ def _backward(spec: KernelSpec, sizes: Sizes) -> Parts:
         "finite_d_output": dv_rows,
         "keys": number * KEYS * d_padded,
         "values": number * KEYS * dv_padded if spec.is_widened else values,
-        "q_pairs": d_rows // 2 if spec.in_pairs else 0,
-        "d_output_pairs": dv_rows // 2 if spec.in_pairs else 0,
-        "zeros": number * round_up(d, 32) if spec.in_pairs else 0,
-        "packed_keys": 2 * KEYS * product_rows(d, spec) * spec.on_tiles,
+        "q_pairs": d_rows // 2 if spec.packs_bf16 else 0,
+        "d_output_pairs": dv_rows // 2 if spec.packs_bf16 else 0,
+        "zeros": number * round_up(sizes["head_dim"], 32) if spec.packs_bf16 else 0,
+        "packed_keys": 2 * KEYS * product_rows(sizes["head_dim"], spec) * spec.uses_amx,
         **_dropout(),
-        "tile_configuration": 128 * spec.on_tiles,
+        "tile_configuration": 128 * spec.uses_amx,
     }
 
 
 def _weights(spec: KernelSpec, sizes: Sizes) -> Parts:
-    row, number, d_padded = spec.row_bytes, spec.number_bytes, padded(spec, sizes["d"])
+    row, number = spec.row_bytes, spec.number_bytes
+    d_padded = padded(spec, sizes["head_dim"])
     return {
-        "queries": row * d_padded // spec.per_word,
+        "queries": row * d_padded // spec.per_element,
         "scores": row * KEYS,
         "shift": row,
-        "shift_low": row,
+        "shift_residual": row,
         "rows": number * QUERIES * max(d_padded, KEYS),
         "keys": number * KEYS * d_padded,
-        "tile_configuration": 128 * spec.on_tiles,
+        "tile_configuration": 128 * spec.uses_amx,
     }
 
 
@@ -286,9 +289,9 @@ def _decode(spec: KernelSpec, sizes: Sizes) -> Parts:
     rows = sizes["group"] * sizes["nq"]
     return {
         "scores": 4 * rows * CACHE_SCORES,
-        "weights": 2 * rows * CACHE_SCORES if spec.in_pairs else 0,
-        "zeros": 4 * sizes["dv"] if spec.in_pairs else 0,
-        "queries": 4 * round_up(rows, 4) * sizes["d"] // spec.per_word,  # in blocks of four
+        "weights": 2 * rows * CACHE_SCORES if spec.packs_bf16 else 0,
+        "zeros": 4 * sizes["value_dim"] if spec.packs_bf16 else 0,
+        "queries": 4 * round_up(rows, 4) * sizes["head_dim"] // spec.per_element,  # in blocks of four
         "partial": 64 * (CACHE_ROWS + 1),
     }
 
@@ -296,35 +299,38 @@ def _decode(spec: KernelSpec, sizes: Sizes) -> Parts:
 def _decoded_parts(spec: KernelSpec, sizes: Sizes) -> Parts:
     """For each group of heads a counter of the parts that are done, and the results of each part."""
     groups, rows = _kv_heads(sizes), sizes["group"] * sizes["nq"]
-    return {"parts_done": 8 * groups, "results": 4 * groups * sizes["parts"] * (header_size(rows) + rows * sizes["dv"])}
+    return {
+        "parts_done": 8 * groups,
+        "results": 4 * groups * sizes["parts"] * (header_size(rows) + rows * sizes["value_dim"]),
+    }
 
 
-# lse_low, in units of log 2, is what lse loses when it is rounded. Where scores are some hundreds, a float32 log-sum-exp is known to
-# 3e-5 only, and all weights of a query would be off by that much of themselves.
+# lse_residual, in units of log 2, is what lse loses when it is rounded. Where scores are some hundreds, a float32 log-sum-exp is known
+# to 3e-5 only, and all weights of a query would be off by that much of themselves.
 FORWARD = Abi(
     "forward",
-    ("q", "k", "v", "o", "lse", "lse_low", "bias", "sinks", "seed"),
+    ("q", "k", "v", "o", "lse", "lse_residual", "bias", "sinks", "seed"),
     {**_SIZES, **_INPUTS, "o_strides": STRIDES, "plan": PLAN, "options": OPTIONS, "dropout": DROPOUT},
     _forward,
-    _transposed_tiles("dv"),
+    _transposed_tiles("value_dim"),
     "packed_states",
 )
 
-# Gradients have the compute dtype. dk and grad_v (the gradient of V; dv is a size) are (B, Hkv, Nk, padded size) with packed rows, in
-# any order of memory; d_bias is (parts, ...), and starts at 0. d_lse and delta are (B, Hq, Nq); the rows of output, dq and dq_sums are
+# Gradients have the compute dtype. dk and dv are (B, Hkv, Nk, padded size) with packed rows, in any order of
+# memory; d_bias is (parts, ...), and starts at 0. d_lse and delta are (B, Hq, Nq); the rows of output, dq and dq_sums are
 # packed. delta, the sums of dO * O less d_lse, is written if it has an address. ``ranges`` is the address of a PART for each part.
 BACKWARD = Abi(
     "backward",
     (
-        *("q", "k", "v", "bias", "output", "lse", "lse_low", "d_output"),
-        *("d_lse", "delta", "dq", "dq_sums", "dk", "grad_v", "d_bias", "seed"),
+        *("q", "k", "v", "bias", "output", "lse", "lse_residual", "d_output"),
+        *("d_lse", "delta", "dq", "dq_sums", "dk", "dv", "d_bias", "seed"),
     ),
     {"parts": np.int64, "ranges": np.int64, **_SIZES, **_INPUTS}
     | {name: STRIDES for name in ("output_strides", "d_output_strides")}
     | {"dk_layout": KEY_SUMS, "dv_layout": KEY_SUMS}
     | {"d_bias_strides": PARTIAL_SUMS, "plan": PLAN, "options": OPTIONS, "dropout": DROPOUT},
     _backward,
-    _transposed_tiles("d"),
+    _transposed_tiles("head_dim"),
     "packed_states",
 )
 
@@ -332,7 +338,7 @@ BACKWARD = Abi(
 # received starts at 0. A task has one of ``parts`` of the key tiles.
 WEIGHTS = Abi(
     "weights",
-    ("q", "k", "lse", "lse_low", "bias", "weights", "received"),
+    ("q", "k", "lse", "lse_residual", "bias", "weights", "received"),
     {"parts": np.int64, "wide": np.int64, **_SIZES, **_INPUTS, "plan": PLAN, "options": OPTIONS, "dropout": DROPOUT},
     _weights,
 )
@@ -340,7 +346,7 @@ WEIGHTS = Abi(
 # visible is the address of a table of bytes (B or 1, Hq or 1, Nq, Nk), 0 if all of it is visible. Keys before first_key are hidden.
 DECODE = Abi(
     "decode",
-    ("q", "k", "v", "o", "lse", "lse_low", "bias", "sinks"),
+    ("q", "k", "v", "o", "lse", "lse_residual", "bias", "sinks"),
     {"parts": np.int64, "first_key": np.int64, **_SIZES, **_INPUTS}
     | {"visible": np.int64, "visible_strides": _integers("b", "h"), "options": OPTIONS},
     _decode,

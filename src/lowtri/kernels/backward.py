@@ -20,12 +20,22 @@ Source: FlashAttention (Dao et al. 2022), appendix B.4; delta as in FlashAttenti
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from lowtri.kernels import dropout, rows, tiles
 from lowtri.kernels.abi import KEYS, PART
+from lowtri.kernels.amx import configure_tiles, restore_tiles, transposed_tile
 from lowtri.kernels.device import device_function, scratch_at, take, tasks
-from lowtri.kernels.product import configure_tiles, restore_tiles
+from lowtri.kernels.operands import (
+    a_operand,
+    b_operand,
+    finite_rows_operand,
+    summed_rows_operand,
+    transposed_queries,
+    whole_tile,
+)
 from lowtri.kernels.simd import (
     as_number,
     exp2,
@@ -47,38 +57,209 @@ from lowtri.kernels.simd import (
     sub,
     write,
 )
+from lowtri.kernels.softmax import LOG2E, finish_scores, load_lse, query_number
 from lowtri.kernels.spec import QUERIES
-from lowtri.kernels.tiles import LOG2E, add_bias, apply_softcap, times_log2e
+from lowtri.kernels.tile_products import add_to_rows, add_weighted_rows, score_tile
+from lowtri.kernels.values import Packed, Packing, Rows, Sums, Tokens
 
 _PART_FIELDS = len(PART.names)
 
 
+class Part(NamedTuple):
+    """A part of the keys: its number, and the fields of PART."""
+
+    number: int
+    first_tile: int
+    last_tile: int
+    first_row: int
+    last_row: int
+    offset: int
+    b: int
+    h: int
+    n: int
+
+
+class QueryRows(NamedTuple):
+    """What the rows of Q and dO of a tile are used as: see :func:`query_rows`."""
+
+    q: Rows
+    d_output: Rows
+    q_operand: int
+    d_output_operand: int
+    is_finite: bool
+
+
+def backward(call):
+    """The kernel: takes tasks until none is left. Sums, and the gradients that it writes, have the compute dtype."""
+    own = scratch_at(call, call.scratch + call.thread_bytes * take(call.next_thread))
+    configure_tiles(own.tile_configuration, call.spec)
+    for task in tasks(call):
+        backward_part(call, own, part_of(call, task % call.parts), task // call.parts)
+    restore_tiles(own.tile_configuration, call.spec)
+
+
 @device_function
-def query_rows(source, strides, n, size, lse, packed, row, pairs, copy, target, spec):
-    """n rows of Q or dO as operands: ``target`` with queries in lanes, and ``packed`` with ``row`` numbers each, padded with 0.
+def part_of(call, number):
+    """A part of the keys."""
+    part = call.ranges + 8 * _PART_FIELDS * number
+    return Part(
+        number,
+        read_int64(part),
+        read_int64(part + 8),
+        read_int64(part + 16),
+        read_int64(part + 24),
+        read_int64(part + 32),
+        read_int64(part + 40),
+        read_int64(part + 48),
+        read_int64(part + 56),
+    )
+
+
+@device_function
+def backward_part(call, own, part, kv_head):
+    """The gradients of one part of the keys of a key/value head, of those of all rows of the batch."""
+    spec, kv_heads = call.spec, call.heads // call.group
+    batch, kv = kv_head // kv_heads, kv_head % kv_heads
+    first, last = KEYS * part.first_tile, min(KEYS * part.last_tile, call.dk_layout.rows)
+    if part.last_tile * KEYS >= call.nk:  # with the rows that pad them
+        last = call.dk_layout.rows
+    keys = Tokens(batch, kv, first, last - first)
+    dk, dv = key_sums(call.dk, call.dk_layout, keys, spec), key_sums(call.dv, call.dv_layout, keys, spec)
+    for j in range(dk.count):
+        rows.fill(dk.at + spec.number_bytes * j * dk.row, dk.size, 0.0, spec)
+        rows.fill(dv.at + spec.number_bytes * j * dv.row, dv.size, 0.0, spec)
+    for head in range(kv * call.group, (kv + 1) * call.group):
+        for row in range(part.first_row, part.last_row):
+            backward_tile(call, own, part, tiles.tile_of_queries(call, batch, head, row))
+    for j in range(dk.count):
+        row, scale = dk.at + spec.number_bytes * j * dk.row, as_number(call.options.scale, spec)
+        rows.multiply_by(row, dk.size, scale, spec)
+
+
+@device_function
+def key_sums(array, layout, keys, spec):
+    """The rows of dK or dV of these keys, in the compute dtype."""
+    place = keys.batch * layout.b + keys.head * layout.h + keys.first * layout.n
+    return Rows(array + spec.number_bytes * place, layout.n, 1, keys.count, layout.size)
+
+
+@device_function
+def backward_tile(call, own, part, queries):
+    """One tile of queries: its dQ, and what it adds to d bias and to dK and dV of a part of the keys."""
+    spec = call.spec
+    own_rows = query_rows(call, own, queries)
+    seeing = load_lse(call, own, queries)
+    load_delta(call, own, queries, seeing)
+    if call.dropout.key_words:
+        dropout.write_query_words(call, own, queries)
+    if spec.packs_bf16:
+        rows.fill(own.zeros, rows.round_up(call.head_dim, 32), 0.0, spec)
+    dq = Sums(own.dq, queries.count, call.head_dim)
+    rows.zero_sums(dq, spec)
+    for keys in tiles.visible_tiles(call, queries, part.first_tile, part.last_tile):
+        spans = tiles.tile_spans(keys, queries.count, spec)
+        k = rows.rows_of(call.k, call.k_strides, keys, call.head_dim, spec)
+        v = rows.rows_of(call.v, call.v_strides, keys, call.value_dim, spec)
+        k_operand = a_operand(k, own.keys, spec)  # (keys, D)
+        score_tile(k_operand, own.queries, own.scores, k.size, KEYS, spans, spec)  # (keys, 64)
+        v_operand = a_operand(v, own.values, spec)  # (keys, Dv)
+        score_tile(v_operand, own.d_output, own.ds, v.size, KEYS, spans, spec)  # (keys, 64)
+        # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
+        non_finite = keys.mask_words != 0 and not (own_rows.is_finite and rows.input_rows_finite(k, spec))
+        dk = key_sums(call.dk, call.dk_layout, keys, spec)
+        dv = key_sums(call.dv, call.dv_layout, keys, spec)
+        scale_log2 = finish_products(call, own, queries, keys)
+        q_operand, d_output_operand = own_rows.q_operand, own_rows.d_output_operand
+        if spec.packs_bf16 and not (non_finite or changes_ds(call)):
+            weights_and_ds_bf16x2(own, scale_log2, keys, seeing)
+        else:
+            weights_and_ds(own, scale_log2, keys, seeing)
+            finish_ds(call, own, part.number, queries, keys)
+            if non_finite:
+                add_non_finite_rows(own, own_rows, k, keys, dk, dv)
+                q_operand = finite_operand(own_rows.q, own.finite_q, spec)
+                d_output_operand = finite_operand(own_rows.d_output, own.finite_d_output, spec)
+            round_weights_and_ds(own, keys)
+        keys_operand = dq_operand(call, own, k, keys, non_finite)  # (keys, D)
+        add_to_rows(own.scores, d_output_operand, dv, queries.count, spans, spec)
+        add_to_rows(own.ds, q_operand, dk, queries.count, spans, spec)
+        ds = own.d_softcap if spec.packs_bf16 else own.ds
+        add_weighted_rows(keys_operand, ds, dq, keys, 0, spans, spec)
+    place = part.offset + queries.batch * part.b + queries.head * part.h + queries.first * part.n
+    target = (call.dq_sums if part.number else call.dq) + spec.number_bytes * place
+    rows.store_sums(dq, as_number(call.options.scale, spec), target, part.n, spec)
+
+
+# The operands of a tile of queries.
+
+
+@device_function
+def query_rows(call, own, queries):
+    """The rows of Q and dO, in lanes in ``own.queries`` and ``own.d_output``, and packed as operands of dK and dV."""
+    spec, n = call.spec, queries.count
+    lse = query_number(call, call.lse, queries)
+    q = rows.rows_of(call.q, call.q_strides, queries, call.head_dim, spec)
+    d_output = rows.rows_of(call.d_output, call.d_output_strides, queries, call.value_dim, spec)
+    q_rows = rows.packed_rows(own.q_rows, n, call.dk_layout.size)
+    d_output_rows = rows.packed_rows(own.d_output_rows, n, call.dv_layout.size)
+    q_operand, q_finite = operands_of(q, lse, q_rows, own.q_pairs, own.finite_q, own.queries, spec)
+    d_output_operand, d_output_finite = operands_of(
+        d_output, lse, d_output_rows, own.d_output_pairs, own.finite_d_output, own.d_output, spec
+    )
+    return QueryRows(q_rows, d_output_rows, q_operand, d_output_operand, d_output_finite and q_finite)
+
+
+@device_function
+def operands_of(source, lse, packed, pairs, copy, target, spec):
+    """Rows of Q or dO as operands: ``target`` with queries in lanes, and ``packed`` rows of the compute dtype, padded with 0.
 
     In ``packed`` a query that sees no key is a row of 0. ``pairs`` and ``copy`` are scratch. Returns the address of the latter operand,
     and whether all of its numbers are finite.
     """
-    finite = True
-    for i in range(n):
-        packed_row = packed + spec.number_bytes * i * row
+    finite, row = True, packed.size
+    for i in range(source.count):
+        packed_row = packed.at + spec.number_bytes * i * row
         if read(lse + spec.number_bytes * i, spec) == -np.inf:
             rows.fill(packed_row, row, 0.0, spec)
         else:
-            rows.widen_rows(source + spec.input_bytes * i * strides.n, 0, strides.d, 1, size, packed_row, row, spec)
+            one = Rows(source.at + spec.input_bytes * i * source.row, 0, source.number, 1, source.size)
+            rows.widen_rows(one, packed_row, row, spec)
             finite = rows.all_finite(packed_row, row, spec) and finite
-    if spec.in_pairs:
-        rows.transposed_queries(source, strides.n, strides.d, n, size, copy, target, spec)
+    if spec.packs_bf16:
+        transposed_queries(source, copy, target, spec)
     else:
-        rows.transpose_in(packed, row, 1, n, size, rows.round_up(n, 16), target, spec)
-    return rows.row_operand(packed, n, row, pairs, spec), finite
+        numbers = Rows(packed.at, row, 1, source.count, source.size)
+        rows.transpose_in(numbers, rows.round_up(source.count, 16), target, spec)
+    return summed_rows_operand(packed, pairs, spec), finite
+
+
+@device_function
+def load_delta(call, own, queries, seeing):
+    """delta of 64 queries, the sum of dO * O less d_lse; 0 without a visible key."""
+    spec = call.spec
+    output = rows.rows_of(call.output, call.output_strides, queries, call.value_dim, spec)
+    d_output = rows.rows_of(call.d_output, call.d_output_strides, queries, call.value_dim, spec)
+    for i in range(QUERIES):
+        number, delta = spec.number_bytes * i, as_number(0.0, spec)
+        if (seeing >> np.uint64(i)) & np.uint64(1):
+            row, d_row = (
+                output.at + spec.input_bytes * i * output.row,
+                d_output.at + spec.input_bytes * i * d_output.row,
+            )
+            delta = row_product(row, d_row, d_output.number, call.value_dim, spec)
+            if call.d_lse:
+                delta -= read(query_number(call, call.d_lse, queries) + number, spec)
+        write(own.delta + number, delta, spec)
+        if call.delta and i < queries.count:
+            write(query_number(call, call.delta, queries) + number, delta, spec)
 
 
 @device_function
 def row_product(one, two, step, size, spec):
     """The sum of products of two rows of arrays, in the compute dtype; the first is packed, the second has a step."""
-    total, number, whole = splat(0.0, spec), spec.input_bytes, size - size % spec.lanes if step == 1 else 0
+    total = splat(0.0, spec)
+    number = spec.input_bytes
+    whole = size - size % spec.lanes if step == 1 else 0
     for d in range(0, whole, spec.lanes):
         total = fma(load_input(one + number * d, spec), load_input(two + number * d, spec), total, spec)
     result = reduce_sum(total)
@@ -87,274 +268,168 @@ def row_product(one, two, step, size, spec):
     return result
 
 
-@device_function
-def load_lse_and_delta(call, own, b, h, r, n, spec):
-    """The log-sum-exp of 64 queries in units of log 2, what it loses to rounding (0 if there is no lse_low), and their delta.
-
-    A lane without a query and a query that sees no key get a shift of inf, hence weights 2 ** (0 - inf) = 0. Returns a word that has
-    the bits of the other queries.
-    """
-    step, do_step, input_bytes = call.output_strides, call.d_output_strides, spec.input_bytes
-    output = rows.input_row(call.output, step, b, h, r * QUERIES, spec)
-    d_output = rows.input_row(call.d_output, do_step, b, h, r * QUERIES, spec)
-    query0, seeing = (b * call.heads + h) * call.nq + r * QUERIES, np.uint64(0)
-    for i in range(QUERIES):
-        offset, number = spec.number_bytes * i, spec.number_bytes * (query0 + i)
-        log2_sum, low, delta = as_number(np.inf, spec), as_number(0.0, spec), as_number(0.0, spec)
-        if i < n and read(call.lse + number, spec) != -np.inf:
-            seeing |= np.uint64(1) << np.uint64(i)
-            log2_sum = times_log2e(read(call.lse + number, spec), spec)
-            low = read(call.lse_low + number, spec) if call.lse_low else low
-            row, d_row = output + input_bytes * i * step.n, d_output + input_bytes * i * do_step.n
-            delta = row_product(row, d_row, do_step.d, call.dv, spec)
-            if call.d_lse:
-                delta -= read(call.d_lse + number, spec)
-        write(own.shift + offset, log2_sum, spec)
-        write(own.shift_low + offset, low, spec)
-        write(own.delta + offset, delta, spec)
-        if call.delta and i < n:
-            write(call.delta + number, delta, spec)
-    return seeing
-
-
 # Passes over a tile, rows of 64 numbers with a lane for each query.
 
 
 @device_function
-def weight_and_ds(score, dp, scale_log2, word, lane, own, spec):
+def finish_products(call, own, queries, keys):
+    """dP without what was dropped, and the scores with softcap and bias; returns what is left to multiply the scores by."""
+    spec = call.spec
+    if call.dropout.key_words:
+        dropout.draw_tile(call, own, keys, 0, queries.count)
+        dropout.drop_and_scale(call, own, own.ds, keys)
+    scale_log2 = as_number(call.options.scale, spec) * as_number(LOG2E, spec)
+    return finish_scores(call, Packed(own.scores, spec.row_bytes), scale_log2, queries, keys, own.d_softcap)
+
+
+@device_function
+def changes_ds(call):
+    """Whether weights and dS are changed, or dS is added up, before they are rounded."""
+    return call.options.softcap > 0 or call.d_bias != 0 or call.dropout.key_words != 0
+
+
+@device_function
+def weights_and_ds(own, scale_log2, keys, seeing):
+    """Scores become weights, and dP becomes dS; both are 0 at hidden pairs.
+
+    ``scale_log2`` brings scores to units of log 2, those of the shift; ``seeing`` is a word of the queries that see any key.
+    """
+    spec = own.spec
+    factor = splat(scale_log2, spec)
+    for j in range(keys.count):
+        word = (read_word(keys.mask_words + 8 * j) if keys.mask_words else rows.ALL_QUERIES) & seeing
+        for lane in range(0, QUERIES, spec.lanes):
+            offset = spec.row_bytes * j + spec.number_bytes * lane
+            weight, ds = weight_and_ds(own, spec.row_bytes * j, lane, word, factor)
+            store(own.scores + offset, weight)
+            store(own.ds + offset, ds)
+
+
+@device_function
+def weight_and_ds(own, row, lane, word, factor):
     """The weight, and dS = weight * (dP - delta), of a key and a vector of queries from ``lane`` on; both are 0 where it is hidden.
 
-    Where none of 16 queries sees the key, its scores need not be computed.
+    Where none of 16 queries sees the key, its scores need not be computed. ``row`` leads to the key's rows of scores and of dP.
     """
-    zero, offset = splat(0.0, spec), spec.number_bytes * lane
+    spec, offset = own.spec, own.spec.number_bytes * lane
+    zero = splat(0.0, spec)
     if (word >> np.uint64(lane & -16)) & tiles.FIRST_16 == 0:
         return zero, zero
-    power = fma(load(score + offset, spec), scale_log2, sub(zero, load(own.shift + offset, spec)), spec)
-    if not spec.on_tiles:  # weights that are rounded on the way to tiles do not need what the log-sum-exp loses
-        power = sub(power, load(own.shift_low + offset, spec))
+    power = fma(load(own.scores + row + offset, spec), factor, sub(zero, load(own.shift + offset, spec)), spec)
+    if not spec.uses_amx:  # weights that are rounded on the way to tiles do not need what the log-sum-exp loses
+        power = sub(power, load(own.shift_residual + offset, spec))
     # At most 1, also for scores so large that rounding would exceed it.
     weight = exp2(select_greater(power, zero, zero, power), spec)
-    ds = mul(weight, sub(load(dp + offset, spec), load(own.delta + offset, spec)))
+    ds = mul(weight, sub(load(own.ds + row + offset, spec), load(own.delta + offset, spec)))
     if word != rows.ALL_QUERIES:
         return select_bits(word, np.uint64(lane), weight, zero), select_bits(word, np.uint64(lane), ds, zero)
     return weight, ds
 
 
 @device_function
-def weights_and_ds(own, scale_log2, mask_bits, seeing, keys, spec):
-    """Scores become weights, and dP becomes dS; both are 0 at hidden pairs.
-
-    ``scale_log2`` brings scores to units of log 2, those of the shift; ``seeing`` is a word of the queries that see any key.
-    """
-    factor = splat(scale_log2, spec)
-    for j in range(keys):
-        word = (read_word(mask_bits + 8 * j) if mask_bits else rows.ALL_QUERIES) & seeing
-        for lane in range(0, QUERIES, spec.lanes):
-            score, dp, offset = own.scores + spec.row_bytes * j, own.ds + spec.row_bytes * j, spec.number_bytes * lane
-            weight, ds = weight_and_ds(score, dp, factor, word, lane, own, spec)
-            store(score + offset, weight)
-            store(dp + offset, ds)
-
-
-@device_function
-def weights_and_ds_in_pairs(own, scale_log2, mask_bits, seeing, keys, spec):
-    """:func:`weights_and_ds` and :func:`ds_operand` in one pass."""
-    factor, zero, row = splat(scale_log2, spec), splat(0.0, spec), spec.row_bytes
-    for j in range(0, keys, 2):
-        both = j + 1 < keys
-        word = (read_word(mask_bits + 8 * j) if mask_bits else rows.ALL_QUERIES) & seeing
-        next_word = (read_word(mask_bits + 8 * j + 8) if mask_bits and both else rows.ALL_QUERIES) & seeing
+def weights_and_ds_bf16x2(own, scale_log2, keys, seeing):
+    """:func:`weights_and_ds` and :func:`round_weights_and_ds` in one pass."""
+    spec = own.spec
+    factor, zero = splat(scale_log2, spec), splat(0.0, spec)
+    for j in range(0, keys.count, 2):
+        both, row = j + 1 < keys.count, spec.row_bytes * j
+        word = (read_word(keys.mask_words + 8 * j) if keys.mask_words else rows.ALL_QUERIES) & seeing
+        next_word = (read_word(keys.mask_words + 8 * j + 8) if keys.mask_words and both else rows.ALL_QUERIES) & seeing
         for lane in range(0, QUERIES, 16):
-            score, dp, odd = own.scores + row * j, own.ds + row * j, zero
-            weight, even = weight_and_ds(score, dp, factor, word, lane, own, spec)
+            offset, odd = row + 2 * lane, zero
+            weight, even = weight_and_ds(own, row, lane, word, factor)
             # In place: the bf16 numbers of 16 queries end before the numbers that are still to be read.
-            store_input(score + 2 * lane, weight, spec)
-            store_input(dp + 2 * lane, even, spec)
+            store_input(own.scores + offset, weight, spec)
+            store_input(own.ds + offset, even, spec)
             if both:
-                score, dp = score + row, dp + row
-                weight, odd = weight_and_ds(score, dp, factor, next_word, lane, own, spec)
-                store_input(score + 2 * lane, weight, spec)
-                store_input(dp + 2 * lane, odd, spec)
-            store(own.d_softcap + row * (j // 2) + 4 * lane, interleave(even, odd, spec))
+                weight, odd = weight_and_ds(own, row + spec.row_bytes, lane, next_word, factor)
+                store_input(own.scores + spec.row_bytes + offset, weight, spec)
+                store_input(own.ds + spec.row_bytes + offset, odd, spec)
+            store(own.d_softcap + spec.row_bytes * (j // 2) + 4 * lane, interleave(even, odd, spec))
 
 
 @device_function
-def ds_operand(own, keys, spec):
-    """Weights and dS (keys, 64) as operands of dV and dK, in place; returns dS as the operand of dQ.
-
-    In pairs, bf16 numbers fill the first half of each row, and the pairs of dS are in the memory of the softcap's derivative.
-    """
-    if not spec.in_pairs:
-        return own.ds
-    rows.interleave_rows(own.ds, keys, QUERIES, own.d_softcap, spec)
-    for row in range(0, spec.row_bytes * keys, spec.row_bytes):
-        for lane in range(0, QUERIES, 16):
-            store_input(own.scores + row + 2 * lane, load(own.scores + row + 4 * lane, spec), spec)
-            store_input(own.ds + row + 2 * lane, load(own.ds + row + 4 * lane, spec), spec)
-    return own.d_softcap
+def finish_ds(call, own, part, queries, keys):
+    """Weights without what was dropped; dS added to the gradient of the bias, then times the derivative of the softcap."""
+    if call.dropout.key_words:
+        dropout.drop_and_scale(call, own, own.scores, keys)
+    if call.d_bias:
+        add_d_bias(call, own, part, queries, keys)
+    if call.options.softcap > 0:
+        apply_softcap_derivative(own, keys)
 
 
 @device_function
-def softcap_derivative(scores, d_softcap, keys, softcap, spec):
-    """The derivative of the softcap at each capped score: 1 - (capped / c) ** 2."""
-    one, per_c = splat(1.0, spec), splat(as_number(1.0, spec) / (softcap * as_number(LOG2E, spec)), spec)
-    for offset in range(0, spec.row_bytes * keys, 64):
-        tanh = mul(load(scores + offset, spec), per_c)
-        store(d_softcap + offset, sub(one, mul(tanh, tanh)))
+def add_d_bias(call, own, part, queries, keys):
+    """Add dS to the gradient of the bias; along a broadcast axis its stride is 0, so that entries are summed."""
+    spec, step = call.spec, call.d_bias_strides
+    place = part * step.part + queries.batch * step.b + queries.head * step.h
+    place += queries.first * step.q + keys.first * step.k
+    d_bias = call.d_bias + spec.number_bytes * place
+    for j in range(keys.count):
+        for i in range(queries.count):
+            d_bias_ij = d_bias + spec.number_bytes * (i * step.q + j * step.k)
+            ds = read(own.ds + spec.row_bytes * j + spec.number_bytes * i, spec)
+            write(d_bias_ij, read(d_bias_ij, spec) + ds, spec)
 
 
 @device_function
-def apply_softcap_derivative(ds, d_softcap, mask_bits, keys, spec):
+def apply_softcap_derivative(own, keys):
     """Multiply dS by the derivative of the softcap; hidden pairs stay 0."""
+    spec = own.spec
     zero = splat(0.0, spec)
-    for j in range(keys):
-        word = read_word(mask_bits + 8 * j) if mask_bits else rows.ALL_QUERIES
+    for j in range(keys.count):
+        word = read_word(keys.mask_words + 8 * j) if keys.mask_words else rows.ALL_QUERIES
         for lane in range(0, QUERIES, spec.lanes):
             offset = spec.row_bytes * j + spec.number_bytes * lane
-            x = mul(load(ds + offset, spec), load(d_softcap + offset, spec))
-            store(ds + offset, select_bits(word, np.uint64(lane), x, zero))
+            x = mul(load(own.ds + offset, spec), load(own.d_softcap + offset, spec))
+            store(own.ds + offset, select_bits(word, np.uint64(lane), x, zero))
 
 
 @device_function
-def add_d_bias(ds, d_bias, strides, n, keys, spec):
-    """Add dS to the gradient of the bias; along a broadcast axis its stride is 0, so that entries are summed."""
-    for j in range(keys):
-        for i in range(n):
-            d_bias_ij = d_bias + spec.number_bytes * (i * strides.q + j * strides.k)
-            write(d_bias_ij, read(d_bias_ij, spec) + read(ds + spec.row_bytes * j + spec.number_bytes * i, spec), spec)
+def add_non_finite_rows(own, own_rows, k, keys, dk, dv):
+    """What the rows of Q, dO and K that are not finite add to dV, dK and dQ; copies have 0 in their place."""
+    spec = own.spec
+    q = own_rows.q
+    d_output = own_rows.d_output
+    rows.add_non_finite_queries(own.scores, keys, d_output, dv.at, dv.row, spec)
+    rows.add_non_finite_queries(own.ds, keys, q, dk.at, dk.row, spec)
+    rows.zero_non_finite_rows(q, own.finite_q, spec)
+    rows.zero_non_finite_rows(d_output, own.finite_d_output, spec)
+    rows.add_non_finite_keys(k, own.ds, keys, 0, Sums(own.dq, QUERIES, k.size), own.keys, spec)
 
 
 @device_function
-def part_field(call, part, field):
-    """A field of a part of the keys, by its place in PART."""
-    return read_int64(call.ranges + 8 * (_PART_FIELDS * part + field))
+def finite_operand(packed, copy, spec):
+    """The copy of packed rows, in place, as an operand of dK or dV."""
+    return summed_rows_operand(Rows(copy, packed.row, 1, packed.count, packed.size), copy, spec)
 
 
 @device_function
-def backward_tile(call, own, part, keys_of_part, b, h, r, dk, grad_v, spec):
-    """One tile of queries: its dQ, and what it adds to d bias and to the head's dK and dV, which begin at these addresses.
+def round_weights_and_ds(own, keys):
+    """Weights and dS (keys, 64) as operands of dV and dK, in place, and dS as the operand of dQ.
 
-    ``keys_of_part`` are the first key tile of the part and one past its last.
+    Of bf16, numbers fill the first half of each row, and the pairs of dS are in the memory of the softcap's derivative.
     """
-    d, dv, kv, number_bytes = call.d, call.dv, h // call.group, spec.number_bytes
-    d_row, dv_row, k_step, v_step = call.dk_layout.size, call.dv_layout.size, call.k_strides, call.v_strides
-    q_rows, do_rows, scores, ds = own.q_rows, own.d_output_rows, own.scores, own.ds
-    n, q_step, do_step = min(QUERIES, call.nq - r * QUERIES), call.q_strides, call.d_output_strides
-    scale, softcap = as_number(call.options.scale, spec), as_number(call.options.softcap, spec)
-    lse = call.lse + number_bytes * ((b * call.heads + h) * call.nq + r * QUERIES)
-    q = rows.input_row(call.q, q_step, b, h, r * QUERIES, spec)
-    do = rows.input_row(call.d_output, do_step, b, h, r * QUERIES, spec)
-    q_words, finite_q = query_rows(q, q_step, n, d, lse, q_rows, d_row, own.q_pairs, own.finite_q, own.queries, spec)
-    pairs, copy = own.d_output_pairs, own.finite_d_output
-    do_words, finite = query_rows(do, do_step, n, dv, lse, do_rows, dv_row, pairs, copy, own.d_output, spec)
-    finite = finite and finite_q
-    seeing = load_lse_and_delta(call, own, b, h, r, n, spec)
-    drops = call.dropout.key_words != 0
-    if drops:
-        dropout.write_query_words(call, own, b, h, r, n)
-    if spec.in_pairs:
-        rows.fill(own.zeros, rows.round_up(d, 32), 0.0, spec)
-    rows.zero_output(own.dq, n, d, spec)
-    first_tile, last_tile = keys_of_part
-    for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, first_tile, last_tile, spec):
-        k_tile = rows.input_row(call.k, k_step, b, kv, key0, spec)
-        v_tile = rows.input_row(call.v, v_step, b, kv, key0, spec)
-        k, k_n, k_d = rows.head_operand(k_tile, k_step.n, k_step.d, keys, d, own.keys, spec)
-        spans, groups = tiles.tile_spans(mask_bits, keys, n, spec)
-        tiles.score_tile(k, k_n, k_d, own.queries, scores, spec.row_bytes, d, KEYS, spans, groups, spec)
-        v, v_n, v_d = rows.head_operand(v_tile, v_step.n, v_step.d, keys, dv, own.values, spec)
-        tiles.score_tile(v, v_n, v_d, own.d_output, ds, spec.row_bytes, dv, KEYS, spans, groups, spec)
-        if drops:
-            dropout.draw_tile(call, own, b, key0, keys, 0, n)
-            dropout.drop_and_scale(ds, own.kept, call.dropout.scale, keys, spec)
-        scale_log2 = scale * as_number(LOG2E, spec)
-        if softcap > 0 or call.bias:  # these passes need scaled scores
-            rows.multiply_by(scores, QUERIES * keys, scale_log2, spec)
-            scale_log2 = as_number(1.0, spec)
-        if softcap > 0:
-            apply_softcap(scores, QUERIES * keys, softcap, spec)
-            softcap_derivative(scores, own.d_softcap, keys, softcap, spec)
-        if call.bias:
-            step = call.bias_strides
-            index = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
-            add_bias(scores, spec.row_bytes, call.bias + number_bytes * index, step, n, keys, spec)
-        # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
-        non_finite = mask_bits != 0 and not (
-            finite and rows.input_rows_finite(k_tile, k_step.n, k_step.d, keys, d, spec)
-        )
-        tile_dk = dk + number_bytes * key0 * call.dk_layout.n
-        tile_dv = grad_v + number_bytes * key0 * call.dv_layout.n
-        q_operand, do_operand, dq_operand = q_words, do_words, own.d_softcap
-        if spec.in_pairs and not (non_finite or softcap > 0 or call.d_bias or drops):
-            weights_and_ds_in_pairs(own, scale_log2, mask_bits, seeing, keys, spec)
-        else:
-            weights_and_ds(own, scale_log2, mask_bits, seeing, keys, spec)
-            if drops:
-                dropout.drop_and_scale(scores, own.kept, call.dropout.scale, keys, spec)
-            if call.d_bias:
-                sums = call.d_bias_strides
-                index = part * sums.part + b * sums.b + h * sums.h + r * QUERIES * sums.q + key0 * sums.k
-                add_d_bias(ds, call.d_bias + number_bytes * index, sums, n, keys, spec)
-            if softcap > 0:
-                apply_softcap_derivative(ds, own.d_softcap, mask_bits, keys, spec)
-            if non_finite:
-                rows.add_non_finite_queries(
-                    scores, mask_bits, keys, do_rows, n, dv_row, tile_dv, call.dv_layout.n, spec
-                )
-                rows.add_non_finite_queries(ds, mask_bits, keys, q_rows, n, d_row, tile_dk, call.dk_layout.n, spec)
-                rows.zero_non_finite_rows(q_rows, n, d_row, own.finite_q, spec)
-                rows.zero_non_finite_rows(do_rows, n, dv_row, own.finite_d_output, spec)
-                q_operand = rows.row_operand(own.finite_q, n, d_row, own.finite_q, spec)
-                do_operand = rows.row_operand(own.finite_d_output, n, dv_row, own.finite_d_output, spec)
-                rows.add_non_finite_keys(k_tile, k_step, ds, mask_bits, 0, QUERIES, keys, own.dq, d, own.keys, spec)
-            dq_operand = ds_operand(own, keys, spec)
-        if non_finite:
-            k, k_row = rows.finite_rows_operand(own.keys, keys, d, own.values, own.zeros, own.packed_keys, spec)
-        elif spec.is_widened:  # still in scratch memory from the scores
-            k, k_row = own.keys, rows.padded(spec, d)
-        elif spec.on_tiles:
-            own_tile, copy, zeros, k_row = own.packed_keys, own.keys, own.zeros, 0
-            k = rows.transposed_tile(call, call.k, k_step, d, b, kv, key0, own_tile, copy, zeros, spec)
-        else:
-            k, k_row = rows.key_operand(k_tile, k_step.n, k_step.d, keys, d, own.zeros, own.keys, spec)
-        tiles.add_to_rows(scores, do_operand, tile_dv, call.dv_layout, keys, spans, groups, n, spec)
-        tiles.add_to_rows(ds, q_operand, tile_dk, call.dk_layout, keys, spans, groups, n, spec)
-        cut_bits = mask_bits if groups > 1 else 0
-        tiles.pv_rows(k, k_row, dq_operand, own.dq, d, keys, 0, cut_bits, spans, n, spec)
-    by_row, by_head, by_query = part_field(call, part, 5), part_field(call, part, 6), part_field(call, part, 7)
-    place = part_field(call, part, 4) + b * by_row + h * by_head + r * QUERIES * by_query
-    target = (call.dq_sums if part else call.dq) + number_bytes * place
-    rows.store_scaled(own.dq, n, d, scale, target, by_query, spec)
+    spec = own.spec
+    if spec.packs_bf16:
+        rows.interleave_rows(rows.packed_rows(own.ds, keys.count, QUERIES), own.d_softcap, spec)
+        for row in range(0, spec.row_bytes * keys.count, spec.row_bytes):
+            for lane in range(0, QUERIES, 16):
+                store_input(own.scores + row + 2 * lane, load(own.scores + row + 4 * lane, spec), spec)
+                store_input(own.ds + row + 2 * lane, load(own.ds + row + 4 * lane, spec), spec)
 
 
 @device_function
-def backward_head(call, own, part, b, kv, spec):
-    """The gradients of one part of the keys of a key/value head."""
-    dk_sums, dv_sums = call.dk_layout, call.dv_layout
-    dk = call.dk + spec.number_bytes * (b * dk_sums.b + kv * dk_sums.h)
-    grad_v = call.grad_v + spec.number_bytes * (b * dv_sums.b + kv * dv_sums.h)
-    keys_of_part = part_field(call, part, 0), part_field(call, part, 1)
-    first_key, last_key = KEYS * keys_of_part[0], min(KEYS * keys_of_part[1], dk_sums.rows)
-    if part_field(call, part, 1) * KEYS >= call.nk:  # with the rows that pad them
-        last_key = dk_sums.rows
-    for j in range(first_key, last_key):
-        rows.fill(dk + spec.number_bytes * j * dk_sums.n, dk_sums.size, 0.0, spec)
-        rows.fill(grad_v + spec.number_bytes * j * dv_sums.n, dv_sums.size, 0.0, spec)
-    for h in range(kv * call.group, (kv + 1) * call.group):
-        for r in range(part_field(call, part, 2), part_field(call, part, 3)):
-            backward_tile(call, own, part, keys_of_part, b, h, r, dk, grad_v, spec)
-    for j in range(first_key, last_key):
-        rows.multiply_by(
-            dk + spec.number_bytes * j * dk_sums.n, dk_sums.size, as_number(call.options.scale, spec), spec
-        )
-
-
-def backward(call):
-    """The kernel: takes tasks until none is left. Sums, and the gradients that it writes, have the compute dtype."""
-    own = scratch_at(call, call.scratch + call.thread_bytes * take(call.next_thread))
-    configure_tiles(own.tile_configuration, call.spec)
-    kv_heads = call.heads // call.group
-    for task in tasks(call):
-        part, head = task % call.parts, task // call.parts
-        backward_head(call, own, part, head // kv_heads, head % kv_heads, call.spec)
-    restore_tiles(own.tile_configuration, call.spec)
+def dq_operand(call, own, k, keys, non_finite):
+    """The keys as an operand of dQ."""
+    spec, columns = call.spec, rows.padded(call.spec, k.size)
+    if non_finite:
+        memory = Packing(own.packed_keys, own.values, own.zeros)
+        return finite_rows_operand(Rows(own.keys, columns, 1, keys.count, k.size), memory, spec)
+    if spec.is_widened:  # still in scratch memory from the scores
+        return Packed(own.keys, columns)
+    if spec.uses_amx:
+        tile = rows.rows_of(call.k, call.k_strides, whole_tile(call, keys), k.size, spec)
+        return transposed_tile(call, tile, keys, Packing(own.packed_keys, own.keys, own.zeros))
+    return b_operand(k, own.zeros, own.keys, spec)

@@ -3,11 +3,11 @@
     @device_function   a function that only kernels call, compiled into the kernel only
     @operation         an operation in LLVM code, from the function that emits it
 
-A spec is part of its own type. Its properties are constants: a branch on one (``if spec.on_tiles:``) is decided before types are
+A spec is part of its own type. Its properties are constants: a branch on one (``if spec.uses_amx:``) is decided before types are
 inferred, so machine code has no branch for it. ``call.nq`` loads the field ``nq`` of a record in memory, with the offset and type that
-the ABI defines; a field that is a record itself (``call.q_strides``) is a record at its own address. The type of a call's record also
-carries the spec that the kernel is compiled for: ``call.spec``. Functions are compiled without reference counting, since kernels do not
-allocate, and without checks for division by zero.
+the ABI defines; a field that is a record itself (``call.q_strides``) is a record at its own address. The types of a call's record and
+of its scratch memory also carry the spec that the kernel is compiled for: ``call.spec``, ``own.spec``. Functions are compiled without
+reference counting, since kernels do not allocate, and without checks for division by zero.
 """
 
 from __future__ import annotations
@@ -85,12 +85,13 @@ class RecordType(types.Type):
 
     def __init__(self, dtype: np.dtype[Any], spec: KernelSpec) -> None:
         self.dtype, self.spec = dtype, spec
+        self.members = {"spec": SpecType(spec)}
         super().__init__(name=f"record({dtype.descr}, {spec.name})")
 
     def kind_of(self, name: str) -> Any:
         """The type of an attribute; None if there is none of this name."""
-        if name == "spec":
-            return SpecType(self.spec)
+        if name in self.members:
+            return self.members[name]
         if name not in (self.dtype.names or ()):
             return None
         kind = self.dtype[name]
@@ -115,7 +116,9 @@ class ScratchType(types.Type):
     """Scratch memory: the record of its parts' offsets, and an address. Attributes are the addresses of the parts."""
 
     def __init__(self, offsets: RecordType) -> None:
-        self.offsets, self.kind_of = offsets, offsets.kind_of
+        self.offsets = offsets
+        self.kind_of = offsets.kind_of
+        self.members = offsets.members
         super().__init__(name=f"scratch({offsets.name})")
 
 
@@ -132,6 +135,8 @@ for kind in (RecordType, ScratchType):
 
 @lower_getattr_generic(ScratchType)
 def _part(context: Any, builder: Any, scratch: ScratchType, value: Any, name: str) -> Any:
+    if name in scratch.members:
+        return context.get_dummy_value()
     record, address = builder.extract_value(value, 0), builder.extract_value(value, 1)
     return builder.add(address, _field(context, builder, scratch.offsets, record, name))
 
@@ -188,7 +193,9 @@ def operation(result: Any = None) -> Callable[[Callable[..., Any]], Any]:
             def argument(name: str, kind: Any) -> Any:
                 if not isinstance(kind, types.Number):
                     return kind
-                return spec.number if spec and name == "x" else types.int64 if kind.signed else types.uint64
+                if spec and name == "x":
+                    return spec.number
+                return types.int64 if kind.signed else types.uint64
 
             def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
                 values = (spec if isinstance(kind, SpecType) else x for kind, x in zip(kinds, values, strict=True))

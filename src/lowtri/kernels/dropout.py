@@ -44,9 +44,9 @@ head_word = operation(types.int64)(lambda b, seed, row, head: _counted(b, _count
 
 
 @operation()
-def write_query_word(b, target, of_head, position):
+def write_query_word(b, target, head, position):
     """The two words of the query at this position."""
-    word = _counted(b, of_head, position)
+    word = _counted(b, head, position)
     for address, half in ((target, word), (b.add(target, i64(_HALF)), b.lshr(word, i64(32)))):
         b.store(b.trunc(half, I32), pointer(b, address, I32), align=4)
 
@@ -66,35 +66,36 @@ def queries_that_keep(b, words, key, last_dropped):
 
 
 @device_function
-def write_query_words(call, own, b, h, r, n):
-    """The words of a tile of n queries."""
+def write_query_words(call, own, queries):
+    """The words of a tile of queries."""
     dropout = call.dropout
-    of_head = head_word(call.seed, b, h)
-    positions = dropout.q_positions + 8 * (b * dropout.q_positions_b + r * QUERIES)
-    for i in range(n):
-        write_query_word(own.query_words + 4 * i, of_head, read_int64(positions + 8 * i))
+    head = head_word(call.seed, queries.batch, queries.head)
+    positions = dropout.q_positions + 8 * (queries.batch * dropout.q_positions_b + queries.first)
+    for i in range(queries.count):
+        write_query_word(own.query_words + 4 * i, head, read_int64(positions + 8 * i))
 
 
 @device_function
-def draw_tile(call, own, b, key0, keys, first, last):
-    """For each key of a tile, a word with the bits of those of the queries ``first`` .. ``last`` that keep it; in ``own.kept``."""
+def draw_tile(call, own, keys, first, stop):
+    """For each key of a tile, a word with the bits of those of the queries ``first`` .. ``stop`` that keep it; in ``own.kept``."""
     dropout = call.dropout
-    words = dropout.key_words + 4 * (b * dropout.key_words_b + key0)
-    for j in range(keys):
+    words = dropout.key_words + 4 * (keys.batch * dropout.key_words_b + keys.first)
+    for j in range(keys.count):
         key, word = read_int32(words + 4 * j), np.uint64(0)
-        for query in range(first, last, 16):
+        for query in range(first, stop, 16):
             word |= queries_that_keep(own.query_words + 4 * query, key, dropout.last_dropped) << np.uint64(query)
         write_int64(own.kept + 8 * j, np.int64(word))
 
 
 @device_function
-def drop_weights(weights, kept, keys, spec):
-    """Set the weights (keys, 64) that are dropped to 0."""
+def drop_weights(own, keys):
+    """Set the weights of a tile (keys, 64) that are dropped to 0."""
+    spec = own.spec
     zero = splat(0.0, spec)
-    for j in range(keys):
-        word = read_word(kept + 8 * j)
+    for j in range(keys.count):
+        word = read_word(own.kept + 8 * j)
         for lane in range(0, QUERIES, spec.lanes):
-            address = weights + spec.row_bytes * j + spec.number_bytes * lane
+            address = own.scores + spec.row_bytes * j + spec.number_bytes * lane
             store(address, select_bits(word, np.uint64(lane), load(address, spec), zero))
 
 
@@ -110,22 +111,24 @@ def _kept_of_pairs(b, low_word, high_word, shift, pairs):
 
 
 @device_function
-def drop_pairs(pairs, kept, query, first, last, spec):
-    """Set the weights of a unit on tiles that are dropped to 0: pairs of the keys ``first`` .. ``last``, the first one an even one."""
-    for j in range(first, last, 2):
-        low = read_word(kept + 8 * j)
-        high = read_word(kept + 8 * j + 8) if j + 1 < last else low
-        for lane in range(0, spec.unit_queries, 16):
-            address = pairs + spec.unit_row * (j // 2) + 4 * lane
-            store(address, _kept_of_pairs(low, high, np.uint64(query + lane), load(address, spec)))
+def drop_pairs(own, first_query, keys):
+    """Set the weights of a step on AMX that are dropped to 0: pairs of these keys, the first one an even one."""
+    spec = own.spec
+    for j in range(keys.first, keys.stop, 2):
+        low = read_word(own.kept + 8 * j)
+        high = read_word(own.kept + 8 * j + 8) if j + 1 < keys.stop else low
+        for lane in range(0, spec.queries_per_step, 16):
+            address = own.weights + spec.step_row_bytes * (j // 2) + 4 * lane
+            store(address, _kept_of_pairs(low, high, np.uint64(first_query + lane), load(address, spec)))
 
 
 @device_function
-def drop_and_scale(numbers, kept, scale, keys, spec):
+def drop_and_scale(call, own, numbers, keys):
     """Multiply numbers (keys, 64) by the scale where the weight is kept, else by 0: NaN stays NaN, as in the plain formula."""
-    zero, factor = splat(0.0, spec), splat(as_number(scale, spec), spec)
-    for j in range(keys):
-        word = read_word(kept + 8 * j)
+    spec = call.spec
+    zero, factor = splat(0.0, spec), splat(as_number(call.dropout.scale, spec), spec)
+    for j in range(keys.count):
+        word = read_word(own.kept + 8 * j)
         for lane in range(0, QUERIES, spec.lanes):
             address = numbers + spec.row_bytes * j + spec.number_bytes * lane
             store(address, mul(load(address, spec), select_bits(word, np.uint64(lane), factor, zero)))

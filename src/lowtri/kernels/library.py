@@ -42,7 +42,9 @@ class Code:
     """
 
     def __init__(self, address: int, file: str = "") -> None:
-        self.address, self.call, self.file = address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), file
+        self.address = address
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+        self.file = file
 
 
 def this_platform() -> str:

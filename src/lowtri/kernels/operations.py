@@ -13,8 +13,15 @@ from llvmlite import ir
 
 from lowtri.kernels import isa
 
-I8, I16, I32, I64, F32, F64 = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.DoubleType()
-TILE_ROWS, TILE_ROW_BYTES = 16, 64
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F32 = ir.FloatType()
+F64 = ir.DoubleType()
+# Of AMX's tile registers.
+TILE_ROWS = 16
+TILE_ROW_BYTES = 64
 
 
 class BFloat(ir.Type):
@@ -52,6 +59,11 @@ def integers(kind: Any) -> Any:
 def pointer(b: Any, address: Any, kind: Any) -> Any:
     """A pointer to a value of this kind at an address."""
     return b.inttoptr(address, kind.as_pointer())
+
+
+def parts_of(b: Any, value: Any) -> list[Any]:
+    """The values that a tuple consists of."""
+    return [b.extract_value(value, n) for n in range(len(value.type))]
 
 
 def call(b: Any, name: str, result: Any, args: list[Any]) -> Any:
@@ -118,7 +130,7 @@ class Operations:
         """The greater number; NaN where x is NaN."""
         return b.select(b.fcmp_ordered(">", least, x), least, x)
 
-    def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
+    def dot_bf16x2(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         """z plus, in each lane, the dot product of two pairs of bf16: each pair is widened in registers."""
         low, high = zip(halves_of_pairs(b, x), halves_of_pairs(b, y), strict=True)
         return self.fma(b, *high, self.fma(b, *low, z))
@@ -174,7 +186,7 @@ def _with_mask(b: Any, name: str, x: Any, y: Any) -> Any:
 
 
 class Avx512Bf16Operations(Avx512Operations):
-    def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
+    def dot_bf16x2(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         kind = ir.VectorType(BFloat(), 2 * z.type.count)
         return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", z.type, [z, b.bitcast(x, kind), b.bitcast(y, kind)])
 
@@ -269,7 +281,7 @@ class NeonBf16Operations(NeonOperations):
     sum; CPUs with FEAT_EBF16 may be set to round as usual. BFMMLA is two such steps. Source: Arm Architecture Reference Manual.
     """
 
-    def dot_pairs(self, b: Any, x: Any, y: Any, z: Any) -> Any:
+    def dot_bf16x2(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         kind, name = ir.VectorType(BFloat(), 8), "llvm.aarch64.neon.bfdot.v4f32.v8bf16"
         # Registers of 128 bits. The instruction can take one lane of its last operand for all: x, which products broadcast.
         parts = []

@@ -95,7 +95,7 @@ def write_input(b, address, x, spec):
 
 
 @operation(types.int64)
-def element(b, values, index):
+def tuple_item(b, values, index):
     """``values[index]`` of a tuple of integers, unchecked: Numba's own access can raise, so that callers would return early."""
     result = b.extract_value(values, 0)
     for n in range(1, values.type.count):
@@ -334,7 +334,7 @@ def exp2(b, x, spec):
         r = operations.fraction(b, x, lower)
         p = _polynomial(b, r, (*(_LOWER if lower else _NEAREST)[degree], 1.0), operations)
         return operations.scale(b, p, x if lower else b.fsub(x, r))
-    if spec.on_tiles:  # exponent bits overflow
+    if spec.uses_amx:  # exponent bits overflow
         greatest = constant(x.type, 127.0)
         x = b.select(b.fcmp_ordered(">", x, greatest), greatest, x)  # NaN stays NaN
     scale, fraction = _split(b, x, degree, operations)

@@ -17,12 +17,15 @@ from typing import Any
 
 from lowtri.errors import EngineError
 from lowtri.kernels import library
-from lowtri.kernels.isa import ALL, PERMISSION, Amx, Baseline
+from lowtri.kernels.isa import PERMISSION, Amx, Baseline, fastest_first
 from lowtri.kernels.spec import Array, KernelSpec, variants_of
 from lowtri.system import sysctl_number
 
 _MACHINE = platform.machine().lower()
-_EAX, _EBX, _ECX, _EDX = range(4)
+_EAX = 0
+_EBX = 1
+_ECX = 2
+_EDX = 3
 _EXTENDED = 0x80000000
 # By leaf, subleaf and register: the bit of each feature, by LLVM's name.
 _BITS: dict[tuple[int, int, int], dict[str, int]] = {
@@ -40,7 +43,9 @@ _BITS: dict[tuple[int, int, int], dict[str, int]] = {
 }
 _OSXSAVE = 27  # in ECX of leaf 1: XGETBV may be used
 # The registers that the system must save (bits of XCR0): those of SSE and AVX; besides, of AVX-512; besides, tiles.
-_AVX, _AVX512, _AMX = 0x6, 0xE6, 0x60006
+_AVX = 0x6
+_AVX512 = 0xE6
+_AMX = 0x60006
 _SAVED = {name: _AVX for name in ("avx", "avx2", "f16c", "fma", "xsave")}
 
 _AT_HWCAP2 = 26  # the type of an entry of the auxiliary vector
@@ -55,7 +60,9 @@ def cpu_features(cpuid: Callable[[int, int], tuple[int, ...]], xgetbv: Callable[
         cpuid: (leaf, subleaf) -> EAX, EBX, ECX, EDX.
         xgetbv: the lower half of XCR0; called only where the CPU has the instruction and the system allows it.
     """
-    last, last_extended, last_subleaf = cpuid(0, 0)[_EAX], cpuid(_EXTENDED, 0)[_EAX], 0
+    last = cpuid(0, 0)[_EAX]
+    last_extended = cpuid(_EXTENDED, 0)[_EAX]
+    last_subleaf = 0
     if last >= 7:
         last_subleaf = cpuid(7, 0)[_EAX]
     saved = xgetbv() if cpuid(1, 0)[_ECX] >> _OSXSAVE & 1 else 0
@@ -65,10 +72,29 @@ def cpu_features(cpuid: Callable[[int, int], tuple[int, ...]], xgetbv: Callable[
             continue
         word = cpuid(leaf, subleaf)[register]
         for name, bit in bits.items():
-            needs = _AVX512 if name.startswith("avx512") else _AMX if name.startswith("amx") else _SAVED.get(name, 0)
+            needs = _saved_registers(name)
             if saved & needs == needs and word >> bit & 1:
                 present.add(name)
     return frozenset(present)
+
+
+def _saved_registers(name: str) -> int:
+    """The registers that the system must save where a feature is used: bits of XCR0."""
+    if name.startswith("avx512"):
+        return _AVX512
+    if name.startswith("amx"):
+        return _AMX
+    return _SAVED.get(name, 0)
+
+
+def cpu_vendor(cpuid: Callable[[int, int], tuple[int, ...]]) -> str:
+    """The vendor of an x86-64, such as GenuineIntel.
+
+    Args:
+        cpuid: (leaf, subleaf) -> EAX, EBX, ECX, EDX.
+    """
+    words = cpuid(0, 0)
+    return b"".join(words[register].to_bytes(4, "little") for register in (_EBX, _EDX, _ECX)).decode("latin-1")
 
 
 def arm_features(system: str, c_library: Any) -> frozenset[str]:
@@ -85,6 +111,13 @@ def arm_features(system: str, c_library: Any) -> frozenset[str]:
     if system == "darwin":
         return frozenset(name for name, key in _SYSCTL_NAMES.items() if sysctl_number(key, c_library))
     return frozenset()
+
+
+def vendor() -> str:
+    """The vendor of this CPU; "" if it is no x86-64, or there are no kernels."""
+    if _MACHINE not in ("x86_64", "amd64") or library.unusable():
+        return ""
+    return cpu_vendor(library.cpuid)
 
 
 def features() -> frozenset[str]:
@@ -108,7 +141,9 @@ def _amx_permission() -> bool:
     """Request the use of tile data for this process; old kernels of Linux, sandboxes and other systems refuse it."""
     if sys.platform != "linux" or _MACHINE != "x86_64":
         return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    arch_prctl = 158
+    request_permission = 0x1023
+    tile_data = 18
     try:
         return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
     except (OSError, AttributeError):  # a C library without it
@@ -116,20 +151,26 @@ def _amx_permission() -> bool:
 
 
 def instruction_set(
-    name: str | None, features: frozenset[str], machine: str, built: Callable[[str], bool] = lambda name: True
+    name: str | None,
+    features: frozenset[str],
+    machine: str,
+    built: Callable[[str], bool] = lambda name: True,
+    vendor: str = "",
 ) -> Baseline:
     """The instruction set of that name, or the best one.
 
     Args:
         built: whether there are kernels of an instruction set.
+        vendor: of the CPU, on which the order of preference depends.
 
     Raises:
         EngineError: if there is no instruction set of that name, the CPU does not support it, or it was not built.
     """
-    supported = [isa for isa in ALL if isa.runs_on(features, machine) and built(isa.name)]
+    order = fastest_first(vendor)
+    supported = [isa for isa in order if isa.runs_on(features, machine) and built(isa.name)]
     if name is None:
         return supported[0] if supported else Baseline()  # where there are no kernels at all, the backend says so
-    named = next((isa for isa in ALL if isa.name == name), None)
+    named = next((isa for isa in order if isa.name == name), None)
     if named in supported:
         assert named is not None
         return named
@@ -147,7 +188,7 @@ def instruction_set(
     )
 
 
-ISA = instruction_set(os.environ.get("LOWTRI_ISA") or None, features(), _MACHINE, library.can_use)
+ISA = instruction_set(os.environ.get("LOWTRI_ISA") or None, features(), _MACHINE, library.can_use, vendor())
 # Tiles of bf16. torch uses them whether or not the kernels may.
 HAS_AMX = "amx-bf16" in features()
 VARIANTS = variants_of(ISA)  # in order of preference

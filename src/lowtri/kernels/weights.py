@@ -12,8 +12,9 @@ import numpy as np
 
 from lowtri.kernels import rows, tiles
 from lowtri.kernels.abi import KEYS
+from lowtri.kernels.amx import configure_tiles, restore_tiles
 from lowtri.kernels.device import device_function, scratch_at, take, tasks
-from lowtri.kernels.product import configure_tiles, restore_tiles
+from lowtri.kernels.operands import a_operand, transposed_queries
 from lowtri.kernels.simd import (
     add,
     as_number,
@@ -32,40 +33,69 @@ from lowtri.kernels.simd import (
     write,
     write_input,
 )
+from lowtri.kernels.softmax import LOG2E, finish_scores, load_lse
 from lowtri.kernels.spec import QUERIES
+from lowtri.kernels.tile_products import score_tile
+from lowtri.kernels.values import Packed, Rows
+
+
+def weights(call):
+    """The kernel: takes tasks until none is left."""
+    own = scratch_at(call, call.scratch + call.thread_bytes * take(call.next_thread))
+    configure_tiles(own.tile_configuration, call.spec)
+    key_tiles = (call.nk + KEYS - 1) // KEYS
+    for task in tasks(call):
+        part, head = task % call.parts, task // call.parts
+        first, last = part * key_tiles // call.parts, (part + 1) * key_tiles // call.parts
+        for row in range(call.plan.rows):
+            queries = tiles.tile_of_queries(call, head // call.heads, head % call.heads, row)
+            weights_row(call, own, queries, first, last)
+    restore_tiles(own.tile_configuration, call.spec)
 
 
 @device_function
-def load_lse(call, own, b, h, r, n, spec):
-    """The log-sum-exp of 64 queries in units of log 2, and what it loses to rounding; inf without a query or a visible key.
-
-    Returns a word that has the bits of the other queries.
-    """
-    query0, seeing = (b * call.heads + h) * call.nq + r * QUERIES, np.uint64(0)
-    for i in range(QUERIES):
-        offset, number = spec.number_bytes * i, spec.number_bytes * (query0 + i)
-        log2_sum, low = as_number(np.inf, spec), as_number(0.0, spec)
-        if i < n and read(call.lse + number, spec) != -np.inf:
-            seeing |= np.uint64(1) << np.uint64(i)
-            log2_sum, low = tiles.times_log2e(read(call.lse + number, spec), spec), read(call.lse_low + number, spec)
-        write(own.shift + offset, log2_sum, spec)
-        write(own.shift_low + offset, low, spec)
-    return seeing
+def weights_row(call, own, queries, first_tile, last_tile):
+    """The weights of a tile of queries with these key tiles."""
+    spec = call.spec
+    seeing = np.uint64(0)
+    has_queries = False
+    written = first_tile * KEYS  # keys before this one are written
+    for keys in tiles.visible_tiles(call, queries, first_tile, last_tile):
+        if not has_queries:
+            q = rows.rows_of(call.q, call.q_strides, queries, call.head_dim, spec)
+            transposed_queries(q, own.rows, own.queries, spec)  # (D, 64)
+            seeing, has_queries = load_lse(call, own, queries), True
+        spans = tiles.tile_spans(keys, queries.count, spec)
+        k = a_operand(rows.rows_of(call.k, call.k_strides, keys, call.head_dim, spec), own.keys, spec)  # (keys, D)
+        score_tile(k, own.queries, own.scores, call.head_dim, KEYS, spans, spec)  # (keys, 64)
+        scale_log2 = as_number(call.options.scale, spec) * as_number(LOG2E, spec)
+        scale_log2 = finish_scores(call, Packed(own.scores, spec.row_bytes), scale_log2, queries, keys, 0)
+        weights_of_scores(call, own, scale_log2, queries, keys, seeing)
+        if call.weights:
+            zero_weights(call, queries, written, keys.first)
+            store_weights(call, own, queries, keys)
+            written = keys.first + keys.count
+    if call.weights:
+        zero_weights(call, queries, written, min(last_tile * KEYS, call.nk))
 
 
 @device_function
-def weights_of_scores(own, scale_log2, mask_bits, seeing, keys, received, spec):
-    """Scores become weights, 0 where hidden; their sums over the queries are added to ``received``, if it has an address."""
+def weights_of_scores(call, own, scale_log2, queries, keys, seeing):
+    """Scores become weights, 0 where hidden; their sums over the queries are added to what each key received, if the call has it."""
+    spec, received = call.spec, 0
+    if call.received:
+        place = (queries.batch * call.heads + queries.head) * call.nk + keys.first
+        received = call.received + spec.number_bytes * place
     factor, zero = splat(scale_log2, spec), splat(0.0, spec)
-    for j in range(keys):
-        word, total = (read_word(mask_bits + 8 * j) if mask_bits else rows.ALL_QUERIES) & seeing, zero
+    for j in range(keys.count):
+        word, total = (read_word(keys.mask_words + 8 * j) if keys.mask_words else rows.ALL_QUERIES) & seeing, zero
         for lane in range(0, QUERIES, spec.lanes):
             offset, weight = spec.number_bytes * lane, zero
             score = own.scores + spec.row_bytes * j + offset
             # Where none of 16 queries sees the key, its scores need not be computed.
             if (word >> np.uint64(lane & -16)) & tiles.FIRST_16 != 0:
                 power = fma(load(score, spec), factor, sub(zero, load(own.shift + offset, spec)), spec)
-                power = sub(power, load(own.shift_low + offset, spec))
+                power = sub(power, load(own.shift_residual + offset, spec))
                 weight = exp2(select_greater(power, zero, zero, power), spec)
                 weight = select_bits(word, np.uint64(lane), weight, zero)
             store(score, weight)
@@ -76,24 +106,26 @@ def weights_of_scores(own, scale_log2, mask_bits, seeing, keys, received, spec):
 
 
 @device_function
-def store_weights(call, own, b, h, r, n, key0, keys, spec):
+def store_weights(call, own, queries, keys):
     """A tile of weights (keys, 64), written to the array of weights (B, Hq, Nq, Nk)."""
-    row = (b * call.heads + h) * call.nq + r * QUERIES
-    target = call.weights + (spec.number_bytes if call.wide else spec.input_bytes) * (row * call.nk + key0)
+    spec, n = call.spec, queries.count
+    row = (queries.batch * call.heads + queries.head) * call.nq + queries.first
+    target = call.weights + (spec.number_bytes if call.wide else spec.input_bytes) * (row * call.nk + keys.first)
     if spec.is_direct or call.wide:
-        rows.transpose_out(own.scores, n, keys, target, call.nk, spec)
+        rows.transpose_out(own.scores, Rows(target, call.nk, 1, n, keys.count), spec)
     else:
-        rows.transpose_out(own.scores, n, keys, own.rows, KEYS, spec)
+        rows.transpose_out(own.scores, Rows(own.rows, KEYS, 1, n, keys.count), spec)
         for i in range(n):
             source = own.rows + spec.number_bytes * i * KEYS
-            rows.round_row(source, keys, as_number(1.0, spec), target + spec.input_bytes * i * call.nk, spec)
+            rows.round_row(source, keys.count, as_number(1.0, spec), target + spec.input_bytes * i * call.nk, spec)
 
 
 @device_function
-def zero_weights(call, b, h, r, n, key0, stop, spec):
-    """Set the weights of n queries with these keys, which none of them sees, to 0."""
-    first_row, zero = (b * call.heads + h) * call.nq + r * QUERIES, as_number(0.0, spec)
-    for row in range(first_row, first_row + n):
+def zero_weights(call, queries, key0, stop):
+    """Set the weights of the queries with these keys, which none of them sees, to 0."""
+    spec = call.spec
+    first_row, zero = (queries.batch * call.heads + queries.head) * call.nq + queries.first, as_number(0.0, spec)
+    for row in range(first_row, first_row + queries.count):
         key = key0
         while key < stop:
             place, whole = row * call.nk + key, key + spec.lanes <= stop
@@ -110,53 +142,3 @@ def zero_weights(call, b, h, r, n, key0, stop, spec):
                 else:
                     write_input(address, zero, spec)
             key += spec.lanes if whole else 1
-
-
-@device_function
-def weights_row(call, own, b, h, r, first_tile, last_tile, spec):
-    """The weights of a tile of queries with these key tiles."""
-    d, kv, number_bytes, softcap = call.d, h // call.group, spec.number_bytes, as_number(call.options.softcap, spec)
-    n, q_step, k_step = min(QUERIES, call.nq - r * QUERIES), call.q_strides, call.k_strides
-    seeing, has_queries, written = np.uint64(0), False, first_tile * KEYS  # keys before this one are written
-    for key0, keys, mask_bits in tiles.visible_tiles(call.plan, b, h, r, call.nk, first_tile, last_tile, spec):
-        if not has_queries:
-            q = rows.input_row(call.q, q_step, b, h, r * QUERIES, spec)
-            rows.transposed_queries(q, q_step.n, q_step.d, n, d, own.rows, own.queries, spec)
-            seeing, has_queries = load_lse(call, own, b, h, r, n, spec), True
-        k_tile = rows.input_row(call.k, k_step, b, kv, key0, spec)
-        k, k_n, k_d = rows.head_operand(k_tile, k_step.n, k_step.d, keys, d, own.keys, spec)
-        spans, groups = tiles.tile_spans(mask_bits, keys, n, spec)
-        tiles.score_tile(k, k_n, k_d, own.queries, own.scores, spec.row_bytes, d, KEYS, spans, groups, spec)
-        scale_log2 = as_number(call.options.scale, spec) * as_number(tiles.LOG2E, spec)
-        if softcap > 0 or call.bias:  # these passes need scaled scores
-            rows.multiply_by(own.scores, QUERIES * keys, scale_log2, spec)
-            scale_log2 = as_number(1.0, spec)
-        if softcap > 0:
-            tiles.apply_softcap(own.scores, QUERIES * keys, softcap, spec)
-        if call.bias:
-            step = call.bias_strides
-            index = b * step.b + h * step.h + r * QUERIES * step.q + key0 * step.k
-            tiles.add_bias(own.scores, spec.row_bytes, call.bias + number_bytes * index, step, n, keys, spec)
-        received = 0
-        if call.received:
-            received = call.received + number_bytes * ((b * call.heads + h) * call.nk + key0)
-        weights_of_scores(own, scale_log2, mask_bits, seeing, keys, received, spec)
-        if call.weights:
-            zero_weights(call, b, h, r, n, written, key0, spec)
-            store_weights(call, own, b, h, r, n, key0, keys, spec)
-            written = key0 + keys
-    if call.weights:
-        zero_weights(call, b, h, r, n, written, min(last_tile * KEYS, call.nk), spec)
-
-
-def weights(call):
-    """The kernel: takes tasks until none is left."""
-    own = scratch_at(call, call.scratch + call.thread_bytes * take(call.next_thread))
-    configure_tiles(own.tile_configuration, call.spec)
-    key_tiles = (call.nk + KEYS - 1) // KEYS
-    for task in tasks(call):
-        part, head = task % call.parts, task // call.parts
-        first, last = part * key_tiles // call.parts, (part + 1) * key_tiles // call.parts
-        for r in range(call.plan.rows):
-            weights_row(call, own, head // call.heads, head % call.heads, r, first, last, call.spec)
-    restore_tiles(own.tile_configuration, call.spec)

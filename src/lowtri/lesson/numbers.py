@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 PAIR = "The black cat <end>"
 PAIR_ENCODINGS = [[0.9, 0.4], [-1.1, 1.6], [1.8, -0.7], [0.2, 1.1]]
-HEADS, TOKENS, SIZE = 8, 512, 64  # of the calls that are timed
+# Of the calls that are timed.
+HEADS = 8
+TOKENS = 512
+SIZE = 64
 
 
 def stored(name: str) -> dict[str, Any]:
@@ -90,7 +93,7 @@ def _forms() -> dict[str, Any]:
 def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], float]:
     """Median milliseconds of each form, forward, float32, and the greatest difference between their outputs.
 
-    The forms run by turns, so that other programs disturb all of them alike.
+    The forms are interleaved, so that other programs disturb all of them alike.
 
     >>> sorted(times(tokens=16, rounds=1)[0])
     ['additive', 'boolean', 'fused', 'lowtri']
@@ -98,7 +101,7 @@ def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], floa
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from lowtri.benching import in_turns, seconds_of
+    from lowtri.benching import interleaved, seconds_of
     from lowtri.dispatch.attend import attention
 
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +117,7 @@ def times(tokens: int = TOKENS, rounds: int = 9) -> tuple[dict[str, float], floa
     }
     with torch.no_grad():
         outputs = [form() for form in forms.values()]  # the first call of lowtri may compile
-        seconds = in_turns({name: partial(seconds_of, form) for name, form in forms.items()}, rounds, 0)
+        seconds = interleaved({name: partial(seconds_of, form) for name, form in forms.items()}, rounds, 0)
     difference = max(float((output - outputs[0]).abs().max()) for output in outputs[1:])
     return {name: 1000 * statistics.median(values) for name, values in seconds.items()}, difference
 
@@ -127,7 +130,6 @@ def in_texts(language: str = "en") -> dict[str, str]:
         "live_entropy": f"{trained['losses']['entropy']:.3f}",
         "live_parameters": str(trained["parameters"]),
         "live_steps": str(trained["steps"]),
-        "live_steps_full": str(models(language)["full"]["measured"]["steps"]),
         "live_date": trained["date"],
         "live_cpu": trained["cpu"],
     }

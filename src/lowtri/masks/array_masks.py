@@ -59,7 +59,7 @@ class KeyLengths(Mask):
         object.__setattr__(self, "_batch", (len(self.lengths),))
         object.__setattr__(self, "_array", np.array(self.lengths, np.int64))  # which compiled programs read
 
-    def _at(self, b: int, h: int) -> Mask:
+    def _for_row(self, b: int, h: int) -> Mask:
         return First(self.lengths[b])
 
     def _extent(self) -> int:

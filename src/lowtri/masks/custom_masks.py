@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lowtri.errors import MaskError
 from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import Index, Interval, Truth, shown
+from lowtri.masks.tile import Index, Interval, Truth, short_repr
 
 _INT64 = 2**63 - 1
 _WHOLE = 2**53  # a float64 does not hold all greater whole numbers
@@ -54,7 +54,7 @@ class Where(Mask):
             if not _involves_tensor(error):
                 raise  # the formula's own
             raise MaskError(
-                f"where: the formula mixes NumPy's arrays, which positions are, with a torch tensor: {shown(str(error), 90)}.\n"
+                f"where: the formula mixes NumPy's arrays, which positions are, with a torch tensor: {short_repr(str(error), 90)}.\n"
                 "Fix: tensor.numpy() for what the formula captures, made once outside of it."
             ) from error
         if visible.dtype != bool:
@@ -238,7 +238,7 @@ def _constant(x: Any) -> _FormulaInterval:
         return _FormulaInterval(int(x), int(x), Interval(int(x), int(x)))
     if isinstance(x, float | np.float16 | np.float32 | np.uint64):  # np.float64 is a float
         return _FormulaInterval(float(x), float(x), Interval(float(x), float(x)), is_float=True)
-    raise TypeError(f"intervals are computed with plain numbers, not with {shown(x)}")
+    raise TypeError(f"intervals are computed with plain numbers, not with {short_repr(x)}")
 
 
 def _check_two_positions(fn: Callable[..., Any]) -> None:
@@ -267,8 +267,8 @@ class Heads(Mask):
         rows = max([1, *[mask.batch[0] for mask in self.masks if mask.batch]])
         self._combine(self.masks, (rows, len(self.masks)), operators=0)
 
-    def _at(self, b: int, h: int) -> Mask:
-        return self.masks[h].at(b)
+    def _for_row(self, b: int, h: int) -> Mask:
+        return self.masks[h].for_row(b)
 
 
 @constructor()
@@ -292,7 +292,7 @@ def heads(masks: Sequence[Mask | str]) -> Mask:
         entries = iter(())
     parts = tuple([as_mask(entry) for entry in entries])  # raises at the first that is not a mask
     if not parts:
-        raise MaskError(f"heads: masks is {shown(masks)}, but it takes a list: one mask for each query head.")
+        raise MaskError(f"heads: masks is {short_repr(masks)}, but it takes a list: one mask for each query head.")
     if any(len(part.batch) > 1 for part in parts):
         raise MaskError("heads: one of the masks differs by head already; it takes masks with batch () or (B,).")
     rows = {part.batch[0] for part in parts if part.batch} - {1}

@@ -27,7 +27,7 @@ from lowtri.masks.tile import (
     Truth,
     ascending,
     check_count,
-    shown,
+    short_repr,
     within,
 )
 
@@ -94,7 +94,7 @@ class PackedDocuments(Labelled):
     _array: ClassVar[NDArray[np.int64]]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "row_lengths", () if self.open_end else (sum(self.lengths),))
+        object.__setattr__(self, "packed_totals", () if self.open_end else (sum(self.lengths),))
         object.__setattr__(self, "_array", np.array(self.lengths, np.int64))  # which compiled programs read
 
     @cached_property
@@ -297,7 +297,7 @@ def documents(
         raise MaskError("documents: give one of ids (with or without key_ids), lengths= or cu_seqlens=.")
     if not isinstance(open_end, bool) or (open_end and ids is not None):
         raise MaskError(
-            f"documents: open_end is {shown(open_end)}; it is True or False, and goes with lengths= or cu_seqlens=."
+            f"documents: open_end is {short_repr(open_end)}; it is True or False, and goes with lengths= or cu_seqlens=."
         )
     for name, tensor in (("lengths", lengths), ("cu_seqlens", cu_seqlens)):
         if is_traced(tensor):
@@ -333,9 +333,10 @@ def _checked_inner(inner: Mask | str, key_ids: Any) -> Mask:
             "documents: inner counts positions from the start of each document, but key_ids give keys and queries other starts.\n"
             "Fix: ids alone; or positions that align them, in q_positions= and k_positions=."
         )
-    if mask.row_lengths:
+    if mask.packed_totals:
         raise MaskError(
-            f"documents: the documents in inner, {shown(mask)}, end after {min(mask.row_lengths)} tokens, wherever the outer ones do.\n"
+            f"documents: the documents in inner, {short_repr(mask)}, end after {min(mask.packed_totals)} tokens, "
+            "wherever the outer ones do.\n"
             "Fix: documents(lengths=[...], open_end=True) as inner."
         )
     return mask
@@ -357,30 +358,30 @@ def _check_stretches(ids: Any) -> None:
             )
 
 
-def check_row_lengths(function: str, mask: Mask, n: int, *, whole: bool = True) -> None:
+def check_packed_totals(function: str, mask: Mask, n: int, *, complete: bool = True) -> None:
     """Compare the lengths of documents with the tokens of a row.
 
     Args:
         function: the public function that is called, for the message.
         n: the number of tokens.
-        whole: False where the n tokens may be the beginning of the row only.
+        complete: False where the n tokens may be the beginning of the row only.
 
     Raises:
-        MaskError: unless the lengths add up to n, or to more if the row is not whole.
+        MaskError: unless the lengths add up to n, or to more if the row is not complete.
     """
-    for total in mask.row_lengths:
-        if total < n or (whole and total > n):
+    for total in mask.packed_totals:
+        if total < n or (complete and total > n):
             raise MaskError(
-                f"{function}: the lengths of the documents in {shown(mask)} add up to {total}, but the row has {n} tokens.\n"
+                f"{function}: the lengths of the documents in {short_repr(mask)} add up to {total}, but the row has {n} tokens.\n"
                 f"Fix: lengths that add up to {n}; or open_end=True, if the last document has no fixed length."
             )
 
 
 def with_open_end(function: str, mask: Mask) -> Mask:
     """The mask, for a sequence that grows; raises where the lengths of its documents have an end."""
-    if mask.row_lengths:
+    if mask.packed_totals:
         raise MaskError(
-            f"{function}: the documents in {shown(mask)} end after {min(mask.row_lengths)} tokens, but the sequence grows.\n"
+            f"{function}: the documents in {short_repr(mask)} end after {min(mask.packed_totals)} tokens, but the sequence grows.\n"
             "Fix: documents(lengths=[...], open_end=True), whose last document has no fixed length."
         )
     return mask

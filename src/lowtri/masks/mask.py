@@ -30,7 +30,7 @@ from lowtri.masks.tile import (
     Interval,
     checked_edge,
     checked_positions,
-    shown,
+    short_repr,
 )
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Mask:
     depends_on_query: bool = True
     """Whether the answer depends on the query's position (not for ``full``, ``first`` and ``keys``)."""
 
-    row_lengths: tuple[int, ...] = ()
+    packed_totals: tuple[int, ...] = ()
     """How many tokens a row has by each ``documents(lengths=...)`` of the mask that has an end; calls compare them with their keys."""
 
     def _fields(self) -> list[Any]:
@@ -139,7 +139,7 @@ class Mask:
         object.__setattr__(self, "_depth", depth)
         object.__setattr__(self, "_size", size)
         object.__setattr__(self, "depends_on_query", any([part.depends_on_query for part in parts]))
-        object.__setattr__(self, "row_lengths", tuple([n for part in parts for n in part.row_lengths]))
+        object.__setattr__(self, "packed_totals", tuple([n for part in parts for n in part.packed_totals]))
 
     # What a subclass implements, for non-negative positions.
 
@@ -166,11 +166,11 @@ class Mask:
         """A mask with the same pairs, whose parts a plan joins more cheaply than it evaluates this one."""
         return self
 
-    def _at(self, b: int, h: int) -> Mask:
+    def _for_row(self, b: int, h: int) -> Mask:
         """The mask of a batch row and head, for a mask with a batch: that of its fields there."""
         leading = (b, h)
         index = leading[: len(self.batch)]
-        parts = [x.at(b, h) if isinstance(x, Mask) else x for x in self._fields()]
+        parts = [x.for_row(b, h) if isinstance(x, Mask) else x for x in self._fields()]
         return type(self)(*[FrozenArray(x.array[index]) if isinstance(x, FrozenArray) else x for x in parts])
 
     # Answers for any positions.
@@ -245,7 +245,7 @@ class Mask:
         answer = np.where(has_negative, np.minimum(answer, PARTIAL), answer)
         return np.where(no_pairs, EMPTY, answer).astype(np.int8)
 
-    def at(self, b: int = 0, h: int = 0) -> Mask:
+    def for_row(self, b: int = 0, h: int = 0) -> Mask:
         """The unbatched mask of batch row ``b`` and head ``h``; a mask that does not differ there answers for all."""
         if not self.batch:
             return self
@@ -253,14 +253,14 @@ class Mask:
         heads = self.batch[1] if len(self.batch) > 1 else 1
         if not (0 <= b < rows or rows == 1) or not (0 <= h < heads or heads == 1):
             raise MaskError(
-                f"at: got batch row {b}, head {h}; the mask has the batch {self.batch}. "
+                f"for_row: got batch row {b}, head {h}; the mask has the batch {self.batch}. "
                 f"Fix: a row from 0 to {rows - 1}, a head from 0 to {heads - 1}."
             )
         row = 0 if rows == 1 else b
         head = 0 if heads == 1 else h
         index = (row, head)
         if index not in self._unbatched:
-            self._unbatched[index] = self._at(*index)
+            self._unbatched[index] = self._for_row(*index)
         return self._unbatched[index]
 
     @cached_property
@@ -270,7 +270,7 @@ class Mask:
 
     def _each(self, function: Callable[[Any], Any]) -> NDArray[Any]:
         """The function's results for the unbatched masks of all batch rows and heads, ``m.batch + ...``."""
-        results = np.stack([function(self.at(*index)) for index in np.ndindex(self.batch)])
+        results = np.stack([function(self.for_row(*index)) for index in np.ndindex(self.batch)])
         return results.reshape(*self.batch, *results.shape[1:])
 
     # Tables.
@@ -329,11 +329,13 @@ class Mask:
         """
         if not isinstance(hidden, int | float | np.number) or not hidden < 0:
             raise MaskError(
-                f"additive: hidden is {shown(hidden)}, but it must lie below 0 to hide anything. Fix: hidden=-inf."
+                f"additive: hidden is {short_repr(hidden)}, but it must lie below 0 to hide anything. Fix: hidden=-inf."
             )
         values = np.where(self.dense(nq, nk), 0.0, hidden)
         if like is not None and not is_tensor(like):
-            raise MaskError(f"additive: like is {shown(like)}; expected a torch tensor. Fix: dtype= for a NumPy table.")
+            raise MaskError(
+                f"additive: like is {short_repr(like)}; expected a torch tensor. Fix: dtype= for a NumPy table."
+            )
         if like is not None:
             kind = like.dtype
             out = like.new_tensor(values)
@@ -342,7 +344,7 @@ class Mask:
                 kind = np.dtype(dtype)
             except (TypeError, ValueError):
                 raise MaskError(
-                    f"additive: dtype is {shown(dtype)}; it takes NumPy dtypes. Fix: like=tensor."
+                    f"additive: dtype is {short_repr(dtype)}; it takes NumPy dtypes. Fix: like=tensor."
                 ) from None
             with np.errstate(over="ignore"):
                 out = values.astype(kind)
@@ -557,7 +559,7 @@ def _common_batch(left: Mask, right: Mask) -> tuple[int, ...]:
             b = (*b, 1)
         if any([m != n and 1 not in (m, n) for m, n in zip(a, b, strict=True)]):
             raise MaskError(
-                f"{shown(left)} with {shown(right)}: their batches {left.batch} and {right.batch} do not fit together."
+                f"{short_repr(left)} with {short_repr(right)}: their batches {left.batch} and {right.batch} do not fit together."
             )
         return tuple([max(m, n) for m, n in zip(a, b, strict=True)])
     return a or b

@@ -148,7 +148,7 @@ def plan(mask: Mask, q_positions: Ints, k_positions: Ints, *, tile_k: int = 128)
     plans: list[tuple[Ints, NDArray[np.int32], Ints]] = []
     mask_index = np.zeros(shape, np.int32)
     for b, h in np.ndindex(shape):
-        unbatched = mask.at(b, h)
+        unbatched = mask.for_row(b, h)
         qb, kb = q[b % len(q)], k[b % len(k)]
         key = (unbatched, b"", b"") if len(q) == len(k) == 1 else (unbatched, qb.tobytes(), kb.tobytes())
         if key not in known:

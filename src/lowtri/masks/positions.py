@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.tile import MAX_POSITIONS, check_count, shown
+from lowtri.masks.tile import MAX_POSITIONS, check_count, short_repr
 
 
 class HasQueries(Protocol):
@@ -38,7 +38,7 @@ def first_position(mask: HasQueries, nq: int, nk: int | None = None) -> tuple[in
     nk = nq if nk is None else check_count("mask", "nk, a number of keys,", nk)
     if nq > nk and mask.depends_on_query:
         raise MaskError(
-            f"{nq} queries and {nk} keys under {shown(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
+            f"{nq} queries and {nk} keys under {short_repr(mask)}: the queries cannot stand at the last {nq} of {nk} keys.\n"
             "Fix: q_positions=range(nq) in attention, if query i has the position of key i; mask(q, k) answers for any positions."
         )
     return max(nk - nq, 0), nq, nk

@@ -28,7 +28,7 @@ from lowtri.compat import constant_while_traced
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray, in_numpy
 from lowtri.masks.mask import CONSTRUCTORS, MAX_DEPTH, NOT_IN_TEXT, Mask, called
-from lowtri.masks.tile import shown
+from lowtri.masks.tile import short_repr
 
 MAX_LENGTH = 65_536  # characters: enough for the lengths of ten thousand documents
 _STRENGTH = {"|": 1, "&": 2, "-": 3}
@@ -77,7 +77,7 @@ def _parsed(text: str) -> Mask:
     try:
         return _read(text)
     except RecursionError:  # the caller's own stack is nearly used up
-        raise MaskError(f"mask: {shown(text)} nests deeper than Python's stack allows here.") from None
+        raise MaskError(f"mask: {short_repr(text)} nests deeper than Python's stack allows here.") from None
 
 
 class _Traced:
@@ -121,7 +121,7 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
     if function in CONSTRUCTORS:
         raise MaskError(f"{name}: {function} is a function; the parentheses were forgotten.\nFix: {called(function)}.")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        n = shown(int(value)) if isinstance(value, int) else value  # Python does not print the largest ones
+        n = short_repr(int(value)) if isinstance(value, int) else value  # Python does not print the largest ones
         raise MaskError(f"{name}: got {n}; expected a mask or its text. Fix: for a window of {n} keys 'window({n})'.")
     given = f"{name}: got a bare {type(value).__name__}"
     if type(value).__name__ == "CausalBias":  # before torch 2.8 it raises where its dtype is read
@@ -239,7 +239,7 @@ class _Reader:
         """The mask that the text is."""
         value = self.value(0)
         if not isinstance(value, Mask):
-            raise MaskError(f"mask: {shown(self.text)} is not a mask. {_FIX}")
+            raise MaskError(f"mask: {short_repr(self.text)} is not a mask. {_FIX}")
         if self.token:
             raise self.unexpected("& | - or the end")
         return value
@@ -262,7 +262,7 @@ class _Reader:
         if not self.token:
             closed = self.text.rstrip() + "".join(sign for _, sign in reversed(self.open))
             raise self.unreadable(
-                f"the {self.text[start]} at character {start + 1} is not closed", f"Fix: {shown(closed)}."
+                f"the {self.text[start]} at character {start + 1} is not closed", f"Fix: {short_repr(closed)}."
             )
         if self.token != sign:
             raise self.unexpected(f"a comma or {sign}")
@@ -279,7 +279,7 @@ class _Reader:
             sign = self.take()
             right = self.value(depth + 1, _STRENGTH[sign] + 1)
             if not (isinstance(left, Mask) and isinstance(right, Mask)):
-                raise MaskError(f"mask: {shown(self.text[start : self.end])} is not a mask. {_FIX}")
+                raise MaskError(f"mask: {short_repr(self.text[start : self.end])} is not a mask. {_FIX}")
             left = _JOINS[sign](left, right)
         if self.token in ("and", "or"):
             raise self.word_operator(start)
@@ -297,7 +297,7 @@ class _Reader:
         if token == "~":
             inner = self.value(depth + 1, least=4)
             if not isinstance(inner, Mask):
-                raise MaskError(f"mask: {shown(self.text[start : self.end])} is not a mask. {_FIX}")
+                raise MaskError(f"mask: {short_repr(self.text[start : self.end])} is not a mask. {_FIX}")
             return ~inner
         if token == "-" and self.token[:1].isdecimal():
             return -_number(self.take())
@@ -307,12 +307,12 @@ class _Reader:
             return self.entries(token, start, depth)
         if token[:1] in ("'", '"') and len(token) > 1:
             raise MaskError(
-                f"mask: {shown(token[1:-1])} is not a whole number or a mask, because it is in quotes.\nFix: drop the quotes."
+                f"mask: {short_repr(token[1:-1])} is not a whole number or a mask, because it is in quotes.\nFix: drop the quotes."
             )
         if token == "not":
             raise self.word_operator(start)
         if not (token[:1].isalpha() or token[:1] == "_"):
-            raise self.unreadable(f"{shown(self.text[start:], 30)} at character {start + 1} is not a mask", _FIX)
+            raise self.unreadable(f"{short_repr(self.text[start:], 30)} at character {start + 1} is not a mask", _FIX)
         return self.named(token, start, depth)
 
     def plain_list(self, start: int) -> list[int] | list[bool] | None:
@@ -354,7 +354,7 @@ class _Reader:
             if name[1:] in map(str, range(len(self.arrays))):
                 return self.arrays[int(name[1:])]
             raise MaskError(
-                f"from_text: {shown(self.text)} with {len(self.arrays)} arrays is not what to_text returns."
+                f"from_text: {short_repr(self.text)} with {len(self.arrays)} arrays is not what to_text returns."
             )
         if name in _LITERALS:
             return _LITERALS[name]
@@ -366,13 +366,13 @@ class _Reader:
         except TypeError as error:  # too few or too many arguments, in Python's words
             if not has_arguments and (self.token[:1].isdecimal() or self.token == "["):
                 argument = self.token if self.token != "[" else "..."
-                why = f"{shown(self.text[self.start :], 30)} at character {self.start + 1} is not in parentheses"
-                raise self.unreadable(why, f"Fix: {name}({shown(argument, 20)[1:-1]}).") from None
+                why = f"{short_repr(self.text[self.start :], 30)} at character {self.start + 1} is not in parentheses"
+                raise self.unreadable(why, f"Fix: {name}({short_repr(argument, 20)[1:-1]}).") from None
             reason = str(error).split(") ", 1)[-1]
-            given = shown(self.text[start : self.end])
+            given = short_repr(self.text[start : self.end])
             parameters = signature(make).parameters.values()
             arguments = ", ".join(f"{x.name}=..." if x.kind is Parameter.KEYWORD_ONLY else x.name for x in parameters)
-            raise MaskError(f"mask: {given}: {shown(reason, 200)[1:-1]}.\nFix: {name}({arguments}).") from None
+            raise MaskError(f"mask: {given}: {short_repr(reason, 200)[1:-1]}.\nFix: {name}({arguments}).") from None
 
     def arguments(self, start: int, depth: int) -> tuple[list[Any], dict[str, Any]]:
         values: list[Any] = []
@@ -382,11 +382,11 @@ class _Reader:
         while self.token != ")":
             if self.token == "*":
                 sign = "**" if self.text.startswith("**", self.start) else "*"
-                raise MaskError(f"mask: {shown(self.text[start:])}: {sign} has no meaning here.")
+                raise MaskError(f"mask: {short_repr(self.text[start:])}: {sign} has no meaning here.")
             if self.token == "<":
                 end = self.text.find(">", self.start) + 1 or len(self.text)
                 raise MaskError(
-                    f"mask: {shown(self.text[start:end])} stands for an array or a function, which a text cannot hold. "
+                    f"mask: {short_repr(self.text[start:end])} stands for an array or a function, which a text cannot hold. "
                     "Fix: pass the mask."
                 )
             is_name = self.token[:1].isalpha() and _TOKEN.match(self.text, self.next).group(1) == "="  # type: ignore[union-attr]
@@ -394,7 +394,7 @@ class _Reader:
                 name = self.take()
                 self.take()
                 if name in named:
-                    raise MaskError(f"mask: {shown(self.text[start:])}: {shown(name)} is given twice.")
+                    raise MaskError(f"mask: {short_repr(self.text[start:])}: {short_repr(name)} is given twice.")
                 is_quoted = name == _QUOTED and self.token[:1] in ("'", '"') and len(self.token) > 1
                 named[name] = self.quoted() if is_quoted else self.value(depth + 1)
             else:
@@ -415,21 +415,21 @@ class _Reader:
 
     def word_operator(self, start: int) -> MaskError:
         return MaskError(
-            f"mask: {shown(self.text[start:])}: masks are joined by & | ~ -, not by and, or, not. Fix: 'causal & window(256)'."
+            f"mask: {short_repr(self.text[start:])}: masks are joined by & | ~ -, not by and, or, not. Fix: 'causal & window(256)'."
         )
 
     def unexpected(self, expected: str) -> MaskError:
         """The error for the next token, or for the end of the text."""
         if self.token:
             return self.unreadable(
-                f"{shown(self.text[self.start :], 30)} at character {self.start + 1}, where {expected} is expected",
+                f"{short_repr(self.text[self.start :], 30)} at character {self.start + 1}, where {expected} is expected",
                 _FIX,
             )
         why = f"it ends where {expected} is expected" if self.text.strip() else "it is empty"
         return self.unreadable(why, "Fix: write e.g. 'causal & window(256)'.")
 
     def unreadable(self, why: str, fix: str) -> MaskError:
-        return MaskError(f"mask: {shown(self.text)} cannot be read: {why}. {fix}")
+        return MaskError(f"mask: {short_repr(self.text)} cannot be read: {why}. {fix}")
 
 
 def _number(token: str) -> int:
@@ -438,7 +438,7 @@ def _number(token: str) -> int:
             return int(token, 0)
     except ValueError:
         pass
-    raise MaskError(f"mask: {token if len(token) <= _MAX_TOKEN else shown(token)} is not a whole number.")
+    raise MaskError(f"mask: {token if len(token) <= _MAX_TOKEN else short_repr(token)} is not a whole number.")
 
 
 def _maker(name: str, arrays: bool) -> Callable[..., Mask]:
@@ -447,7 +447,7 @@ def _maker(name: str, arrays: bool) -> Callable[..., Mask]:
         matches = difflib.get_close_matches(name, CONSTRUCTORS, 1) if len(name) <= _MAX_TOKEN else []
         suggestion = f" Did you mean {matches[0]}?" if matches else ""
         names = ", ".join(name for name in CONSTRUCTORS if name not in NOT_IN_TEXT)
-        raise MaskError(f"mask: there is no mask {shown(name)}.{suggestion} There are: {names}.")
+        raise MaskError(f"mask: there is no mask {short_repr(name)}.{suggestion} There are: {names}.")
     if name in NOT_IN_TEXT and not arrays:
         raise MaskError(
             f"mask: {name} holds an array or a function, which a text cannot hold. Fix: lowtri.{name}(...) in Python."

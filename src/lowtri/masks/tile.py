@@ -40,11 +40,11 @@ def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise MaskError(
-            f"{function}: {name} is {shown(value)}, but it counts tokens: a whole number, at least {least}."
+            f"{function}: {name} is {short_repr(value)}, but it counts tokens: a whole number, at least {least}."
         )
     if not least <= value <= POSITION_MAX:
         raise MaskError(
-            f"{function}: {name} is {shown(value)}, but it must lie in {least} .. 2**62. Fix: {name.split(',')[0]}={least}."
+            f"{function}: {name} is {short_repr(value)}, but it must lie in {least} .. 2**62. Fix: {name.split(',')[0]}={least}."
         )
     return int(value)
 
@@ -57,7 +57,7 @@ def check_flag(where: str, name: str, value: Any, error: type[Exception] = CallE
     """
     if value is None or isinstance(value, bool | np.bool_) or (type(value) is int and value in (0, 1)):
         return bool(value)
-    raise error(f"{where}: {name} is {shown(value)}; expected True or False.")
+    raise error(f"{where}: {name} is {short_repr(value)}; expected True or False.")
 
 
 def _numbers(where: str, name: str, value: Any) -> NDArray[Any]:
@@ -68,7 +68,7 @@ def _numbers(where: str, name: str, value: Any) -> NDArray[Any]:
         Exception
     ):  # a tensor on the device meta or of a sparse layout, rows of different lengths: their classes vary
         raise MaskError(
-            f"{where}: {name} is {shown(value)}, whose numbers cannot be read.\n"
+            f"{where}: {name} is {short_repr(value)}, whose numbers cannot be read.\n"
             "Fix: ints, or a NumPy array or dense tensor of integers."
         ) from None
 
@@ -79,7 +79,7 @@ def checked_edge(edge: Any) -> NDArray[np.int64]:
     if array.dtype.kind == "f" and np.all(array == np.floor(array)):
         return np.clip(array, -POSITION_MAX, POSITION_MAX).astype(np.int64)
     if array.dtype.kind not in "iu":
-        raise MaskError(f"tile: an edge is {shown(edge)}, but positions are whole numbers (or inf).")
+        raise MaskError(f"tile: an edge is {short_repr(edge)}, but positions are whole numbers (or inf).")
     return _int64(array)
 
 
@@ -92,7 +92,7 @@ def checked_positions(positions: Index) -> Index:
     array = _numbers("mask", "a position", positions)
     if array.dtype.kind not in "iu":
         raise MaskError(
-            f"mask: the positions are {shown(positions)}, but a position is a whole number.\n"
+            f"mask: the positions are {short_repr(positions)}, but a position is a whole number.\n"
             "Fix: ints, or NumPy arrays of integers."
         )
     return _int64(array)
@@ -105,7 +105,7 @@ def _int64(array: NDArray[Any]) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def shown(value: Any, longest: int = 60) -> str:
+def short_repr(value: Any, longest: int = 60) -> str:
     """A value as errors print it, at most ``longest`` characters."""
     if isinstance(value, int) and not -(10**30) < value < 10**30:  # Python refuses to print the largest ones
         return f"a whole number of {value.bit_length()} bits"
@@ -234,7 +234,7 @@ def _ends(x: Any) -> tuple[Any, Any]:
         return x.low, x.high
     if isinstance(x, (int, float, np.number)):
         return x, x
-    raise TypeError(f"intervals are compared with numbers, not with {shown(x)}")
+    raise TypeError(f"intervals are compared with numbers, not with {short_repr(x)}")
 
 
 def _truth(x: Any) -> tuple[Any, Any]:
@@ -242,12 +242,12 @@ def _truth(x: Any) -> tuple[Any, Any]:
         return x.every, x.some
     if isinstance(x, (bool, np.bool_)):
         return x, x
-    raise TypeError(f"conditions of a tile are joined with conditions, not with {shown(x)}")
+    raise TypeError(f"conditions of a tile are joined with conditions, not with {short_repr(x)}")
 
 
 def _divisor(n: Any) -> int:
     if not isinstance(n, int) or n < 1:
-        raise TypeError(f"intervals are divided by whole numbers of at least 1, not by {shown(n)}")
+        raise TypeError(f"intervals are divided by whole numbers of at least 1, not by {short_repr(n)}")
     return n
 
 

@@ -16,7 +16,7 @@ from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array
 from lowtri.masks.label_masks import RangeMinMax
 from lowtri.masks.mask import Mask, constructor, field_text, quoted
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import POSITION_MAX, Index, Interval, Truth, check_count, shown, within
+from lowtri.masks.tile import POSITION_MAX, Index, Interval, Truth, check_count, short_repr, within
 
 _MOST_DRAFTS = 4096  # whose pairs are a table
 
@@ -36,11 +36,11 @@ class Tree(Mask):
         self._combine([self.inner], (rows, *heads) if heads else batch or self.inner.batch)
         object.__setattr__(self, "depends_on_query", True)
 
-    def _at(self, b: int, h: int) -> Mask:
+    def _for_row(self, b: int, h: int) -> Mask:
         parents = self.parents.array
         own = self.parents if parents.ndim == 1 else FrozenArray(parents[b % len(parents)])
         inner_rows = self.inner.batch[0] if self.inner.batch else 1
-        inner = self.inner.at(b % inner_rows, h)
+        inner = self.inner.for_row(b % inner_rows, h)
         return Tree(own, (self.starts[b % len(self.starts)],), inner)
 
     @cached_property
@@ -197,5 +197,5 @@ def _starts(start: Any) -> tuple[int, ...]:
     except TypeError:
         starts = integer_array("tree", "start", start, VECTOR).tolist()
     if min(starts) < 0 or max(starts) > POSITION_MAX // 2:
-        raise MaskError(f"tree: start is {shown(starts)}; it is the position of the first draft, at least 0.")
+        raise MaskError(f"tree: start is {short_repr(starts)}; it is the position of the first draft, at least 0.")
     return (starts[0],) if len(set(starts)) == 1 else tuple(starts)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
-from lowtri.masks.tile import check_flag, shown
+from lowtri.masks.tile import check_flag, short_repr
 from lowtri.nn.config import DecoderConfig, GPT2Config, check_size, head_size
 from lowtri.nn.positions import RopeScaling, apply_rotary, rotary_tables
 
@@ -163,7 +163,9 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.d_model, self.num_heads = d_model, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.mask, self.rope_theta, self.rope_scaling = as_mask(mask), rope_theta, rope_scaling
+        self.mask = as_mask(mask)
+        self.rope_theta = rope_theta
+        self.rope_scaling = rope_scaling
         sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": self.num_kv_heads}
         self.head_dim = head_size("MultiHeadAttention", head_dim, rope_theta is not None, sizes)
         if context_size is not None and not isinstance(context_size, Integral):
@@ -215,7 +217,7 @@ class MultiHeadAttention(nn.Module):
             _check_tensor("MultiHeadAttention", "context", context)
         if attend is not None and not callable(attend):
             raise CallError(
-                f"MultiHeadAttention: attend is {shown(attend)}; expected a function. Fix: attend=lowtri.attention, or None."
+                f"MultiHeadAttention: attend is {short_repr(attend)}; expected a function. Fix: attend=lowtri.attention, or None."
             )
         if type(return_weights) is not bool:
             return_weights = check_flag("MultiHeadAttention", "return_weights", return_weights)

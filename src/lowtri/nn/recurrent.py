@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowtri.errors import CallError
 from lowtri.masks import Mask, as_mask
 from lowtri.masks.arrays import positions_in_numpy
-from lowtri.masks.label_masks import check_row_lengths
+from lowtri.masks.label_masks import check_packed_totals
 from lowtri.nn.config import RecurrentConfig, check_not_set
 from lowtri.nn.folders import load_folder, save_folder
 
@@ -224,7 +224,7 @@ def _document_starts(mask: Mask | str | None, batch: int, n: int) -> NDArray[np.
     if mask is None or n == 0:
         return starts
     mask = as_mask(mask)
-    check_row_lengths("RecurrentLM", mask, n)
+    check_packed_totals("RecurrentLM", mask, n)
     table = np.asarray(mask.dense(n))  # (N, N) or (B, N, N)
     if table.ndim > 3 or (table.ndim == 3 and table.shape[0] not in (1, batch)):
         raise CallError(f"RecurrentLM: mask {mask!r} has batch {mask.batch}, the ids have {batch} rows and no heads.")

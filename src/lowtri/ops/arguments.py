@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_fake, is_tensor, positions_in_numpy, why_not_plain
-from lowtri.masks.label_masks import check_row_lengths
+from lowtri.masks.label_masks import check_packed_totals
 from lowtri.masks.mask import Mask
 from lowtri.masks.positions import default_positions
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import check_flag, shown
+from lowtri.masks.tile import check_flag, short_repr
 from lowtri.ops.call import ArrayInfo, Call, CallOptions, Inputs, positions_of
 from lowtri.ops.distance_bias import DistanceBias, distances_of
 from lowtri.system import fast_cpus
@@ -47,13 +47,13 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
             check_flag("attention", name, flag)
     mask = as_mask(mask, "attention: mask")
     q, k, v = (plain_array(*named) for named in (("q", q), ("k", k), ("v", v)))
-    lead = _check_qkv(q, k, v)
+    batch_shape = _check_qkv(q, k, v)
     rank = q.ndim
-    q, k, v = (_in_four(x, rank, lead) for x in (q, k, v))
+    q, k, v = (_to_4d(x, rank, batch_shape) for x in (q, k, v))
     (rows, heads, nq, size), nk = q.shape, k.shape[2]
     _check_batch(mask, rank, rows, heads)
     if bias is not None and not isinstance(bias, DistanceBias):
-        bias = _checked_bias(plain_array("bias", bias), q, (rows, heads, nq, nk), lead)
+        bias = _checked_bias(plain_array("bias", bias), q, (rows, heads, nq, nk), batch_shape)
     if sinks is not None:
         sinks = _checked_sinks(plain_array("sinks", sinks), q, heads)
     if scale is not None and not math.isfinite(_number("scale", scale)):
@@ -81,21 +81,21 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
     elif nq > nk and mask.depends_on_query:
         default_positions(mask, nq, nk)  # raises with the fix
     queries, keys = positions_of(mask, nq, nk, q_positions, k_positions)
-    if mask.row_lengths:
+    if mask.packed_totals:
         end = 1 + max((int(x.max()) for x in (queries, keys) if x.size), default=-1)
-        check_row_lengths("attention", mask, end, whole=not given)
+        check_packed_totals("attention", mask, end, complete=not given)
     distance_low = None
     if isinstance(bias, DistanceBias):
         distance_low, bias = distances_of(bias, queries, keys)
         bias = _checked_bias(plain_array("bias", bias), q, (rows, heads, 1, bias.shape[3]), ())
     inputs = Inputs(q, k, v, bias, sinks)
-    records, opaque, transformation = False, None, None
+    records, unreadable, transformation = False, None, None
     if not is_numpy:
         import torch
 
         from lowtri.ops.tensors import transformation as current_transformation
 
-        records, opaque, transformation = torch.is_grad_enabled(), _opaque(inputs), current_transformation()
+        records, unreadable, transformation = torch.is_grad_enabled(), _why_unreadable(inputs), current_transformation()
     if records:
         _check_recorded(inputs)
     infos: Any = {name: x if x is None else _info(x, records) for name, x in inputs._asdict().items()}
@@ -114,9 +114,9 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         return_lse=bool(return_lse),
         return_received=bool(options.return_received),
         threads=thread_count(is_numpy),
-        opaque=opaque,
+        why_unreadable=unreadable,
         transformation=transformation,
-        lead=lead,
+        batch_shape=batch_shape,
         rank=rank,
         distance_low=distance_low,
     )
@@ -132,14 +132,14 @@ def _usable_cap(softcap: float | None, largest: float) -> float | None:
 
 def arrange(call: Call, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Inputs:
     """The arrays of another call with the same signature, in four dimensions."""
-    rank, lead = call.rank, call.lead
+    rank, batch_shape = call.rank, call.batch_shape
     if rank != 4:
-        q, k, v = (_in_four(x, rank, lead) for x in (q, k, v))
+        q, k, v = (_to_4d(x, rank, batch_shape) for x in (q, k, v))
     if isinstance(bias, DistanceBias):
         assert call.bias is not None and call.distance_low is not None
         bias = bias.along(call.distance_low, call.bias.shape[3])
     elif bias is not None:
-        bias = _bias_in_four(bias, lead)
+        bias = _bias_to_4d(bias, batch_shape)
     return Inputs(q, k, v, bias, None if sinks is None else _contiguous(sinks))
 
 
@@ -226,7 +226,7 @@ def _check_kind(name: str, x: Any, q: Any) -> None:
     if not (isinstance(x, np.ndarray) if is_numpy else type(x) is type(q) or is_tensor(x)):
         if name == "bias" and isinstance(x, (str, float, int)):
             fix = "lowtri.alibi(slopes), lowtri.distance_bias(table), or an array to add to the scores"
-            raise CallError(f"attention: bias: got {shown(x)}; expected numbers for pairs. Fix: {fix}.")
+            raise CallError(f"attention: bias: got {short_repr(x)}; expected numbers for pairs. Fix: {fix}.")
         raise CallError(f"attention: q is {_kind(q)} and {name} is {_kind(x)}. Fix: pass all of one kind.")
     if not is_numpy and x.device != q.device:
         raise CallError(f"attention: q is on {q.device} and {name} on {x.device}. Fix: {name}.to(q.device).")
@@ -243,13 +243,13 @@ def _check_batch(mask: Mask, rank: int, rows: int, heads: int) -> None:
     batch = mask.batch
     if batch and rank < 4 and batch[0] > 1:
         raise CallError(
-            f"attention: mask has batch {batch}, but q, k and v have none. Fix: mask.at(row), for the row that q, k and v are."
+            f"attention: mask has batch {batch}, but q, k and v have none. Fix: mask.for_row(row), for the row that q, k and v are."
         )
     if any(n not in (1, size) for n, size in zip(batch, (rows, heads), strict=False)):
         raise CallError(f"attention: mask has batch {batch}, but q has {rows} rows and {heads} heads.")
 
 
-def _checked_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> Any:
+def _checked_bias(bias: Any, q: Any, shape: tuple[int, ...], batch_shape: tuple[int, ...]) -> Any:
     """The bias in four dimensions that broadcast against ``shape``, (B, Hq, Nq, Nk)."""
     _check_kind("bias", bias, q)
     dtype = dtype_name(bias.dtype)
@@ -258,8 +258,8 @@ def _checked_bias(bias: Any, q: Any, shape: tuple[int, ...], lead: tuple[int, ..
         raise CallError(f"attention: bias is {dtype}, but numbers are added to the scores.{fix}")
     given_shape = tuple(bias.shape)
     front = given_shape[:-3] if len(given_shape) > 4 else ()
-    if not front or (len(front) == len(lead) and _broadcasts(front, lead)):
-        bias = _bias_in_four(bias, lead)
+    if not front or (len(front) == len(batch_shape) and _broadcasts(front, batch_shape)):
+        bias = _bias_to_4d(bias, batch_shape)
     if bias.ndim != 4 or not _broadcasts(bias.shape, shape):
         raise CallError(
             f"attention: bias is {given_shape}, which does not broadcast against (B, Hq, Nq, Nk) = {shape}."
@@ -271,13 +271,13 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return all(n in (1, full) for n, full in zip(shape, to, strict=True))
 
 
-def _bias_in_four(bias: Any, lead: tuple[int, ...]) -> Any:
+def _bias_to_4d(bias: Any, batch_shape: tuple[int, ...]) -> Any:
     """A bias in four dimensions: its leading dimensions are flattened as those of q are."""
     if bias.ndim <= 4:
         return bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
     tail = tuple(bias.shape[-3:])
     if math.prod(bias.shape[:-3]) > 1:
-        whole = (*lead, *tail)
+        whole = (*batch_shape, *tail)
         bias = np.broadcast_to(bias, whole) if isinstance(bias, np.ndarray) else bias.expand(whole)
     return bias.reshape(math.prod(bias.shape[:-3]), *tail)
 
@@ -306,7 +306,7 @@ def _check_recorded(inputs: Inputs) -> None:
                 )
 
 
-def _opaque(inputs: Inputs) -> str | None:
+def _why_unreadable(inputs: Inputs) -> str | None:
     """Why a kernel may not read the tensors' memory by itself, or None."""
     from lowtri.compat.torch_private import why_unreadable
     from lowtri.ops.tensors import active_mode, is_dense_cpu
@@ -319,13 +319,13 @@ def _opaque(inputs: Inputs) -> str | None:
     return active_mode()
 
 
-def _in_four(x: Any, rank: int, lead: tuple[int, ...]) -> Any:
+def _to_4d(x: Any, rank: int, batch_shape: tuple[int, ...]) -> Any:
     """(..., H, N, D), (H, N, D) or (N, D) as (B, H, N, D)."""
     if rank == 4:
         return x
     if rank == 3:
         return x[None]
-    return x[None, None] if rank == 2 else x.reshape(math.prod(lead), *x.shape[-3:])
+    return x[None, None] if rank == 2 else x.reshape(math.prod(batch_shape), *x.shape[-3:])
 
 
 def _contiguous(x: Any) -> Any:

@@ -51,6 +51,18 @@ class Inputs(NamedTuple):
     sinks: Any = None  # or (Hq,)
 
 
+class Sizes(NamedTuple):
+    """The sizes of a call."""
+
+    batch: int
+    heads: int  # of the queries
+    kv_heads: int
+    nq: int
+    nk: int
+    head_dim: int
+    value_dim: int
+
+
 class Options(TypedDict, total=False):
     """The keyword arguments of :func:`lowtri.attention` that change neither the return type nor the backend; for type checkers."""
 
@@ -90,7 +102,7 @@ class Result(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)  # frozen, it would take twice as long to make
-class Positions:
+class Placement:
     """What changes from token to token where few queries read a cache: the number of keys, and all positions, checked."""
 
     nk: int
@@ -120,9 +132,9 @@ class Call:
     return_weights: bool
     return_lse: bool
     threads: int
-    opaque: str | None  # why the data cannot be read from memory, or None
+    why_unreadable: str | None  # why the data cannot be read from memory, or None
     transformation: str | None  # torch's transform (vmap, jvp, ...) around the call, or None
-    lead: tuple[int, ...]  # the user's dimensions before (Hq, Nq, D)
+    batch_shape: tuple[int, ...]  # the user's dimensions before (Hq, Nq, D)
     rank: int  # of the user's q
     return_received: bool = False
     distance_low: int | None = None  # of a bias over distances (ops.distance_bias): the distance of its first number
@@ -132,10 +144,10 @@ class Call:
         return self.q.dtype
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+    def sizes(self) -> Sizes:
         """B, Hq, Hkv, Nq, Nk, D, Dv."""
         (batch, heads, nq, d), (_, kv_heads, nk, dv) = self.q.shape, self.v.shape
-        return batch, heads, kv_heads, nq, nk, d, dv
+        return Sizes(batch, heads, kv_heads, nq, nk, d, dv)
 
     @property
     def group(self) -> int:
@@ -149,7 +161,7 @@ class Call:
     @property
     def is_plain(self) -> bool:
         """Whether it takes three tensors whose memory can be read, as they are, and returns the output alone."""
-        others = self.bias, self.sinks, self.opaque
+        others = self.bias, self.sinks, self.why_unreadable
         returns_more = self.return_weights or self.return_lse or self.return_received
         return self.rank == 4 and not (self.is_numpy or returns_more) and others == (None, None, None)
 
@@ -182,7 +194,7 @@ class Call:
         """The table of visible pairs among the queries ``start .. stop`` and the keys ``k0 .. k1`` (indices): (B|1, Hq|1, nq, nk)."""
         return _table(self.mask, self.q_positions[:, start:stop], self.k_positions[:, k0:k1])
 
-    def visible_at(self, positions: Positions) -> NDArray[np.bool_] | None:
+    def visible_at(self, positions: Placement) -> NDArray[np.bool_] | None:
         """The table of visible pairs at other positions, (B|1, Hq|1, Nq, Nk); None where every query sees every key."""
         bounds = positions.bounds
         if self._shows(bounds):
@@ -219,13 +231,13 @@ class Call:
         parts = [rows[b % len(rows)][:, index[b]] for b in range(len(index))]
         return np.stack(parts) if isinstance(bias, np.ndarray) else torch.stack(parts)
 
-    def restore(self, x: Any) -> Any:
+    def to_user_rank(self, x: Any) -> Any:
         """A result (B, Hq, ...) in the rank of the user's q."""
         if self.rank == 4:
             return x
         if self.rank == 2:
             return x[0, 0]
-        return x.reshape(*self.lead, *x.shape[1:])
+        return x.reshape(*self.batch_shape, *x.shape[1:])
 
     def __str__(self) -> str:
         shapes = f"q {tuple(self.q.shape)}   k {tuple(self.k.shape)}   {self.dtype}   {self.device}"
@@ -242,7 +254,7 @@ def _table(mask: Mask, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np
     rows, heads = max(len(q), len(k), *(mask.batch[:1] or (1,))), (*mask.batch, 1, 1)[1]
     out = np.empty((rows, heads, q.shape[1], k.shape[1]), bool)
     for b, h in np.ndindex(rows, heads):
-        out[b, h] = mask.at(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
+        out[b, h] = mask.for_row(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])
     return out
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError
 from lowtri.masks.arrays import is_tensor
-from lowtri.masks.tile import POSITION_MAX, shown
+from lowtri.masks.tile import POSITION_MAX, short_repr
 
 _MOST = 2**27  # distances of a call
 
@@ -85,7 +85,7 @@ def distance_bias(table: Any, first: int | None = None) -> DistanceBias:
     start = _whole_number(first)
     if start is None or abs(start) > POSITION_MAX:
         raise CallError(
-            f"distance_bias: first is {shown(first)}, but a distance q - k is a whole number, "
+            f"distance_bias: first is {short_repr(first)}, but a distance q - k is a whole number, "
             "between -2**62 and 2**62. Fix: first=0."
         )
 
@@ -106,15 +106,15 @@ def _whole_number(x: Any) -> int | None:
         return None
 
 
-def packed_bias(bias: Any) -> tuple[Any, str | None]:
+def bias_arguments(bias: Any) -> tuple[Any, str | None]:
     """The values that a bias is made from and its kind as text, which operators of torch take; None for a bias of pairs."""
     if not isinstance(bias, DistanceBias):
         return bias, None
     return bias.values, " ".join(str(x) for x in bias.kind)
 
 
-def unpacked_bias(values: Any, kind: str | None) -> Any:
-    """The bias again, from what :func:`packed_bias` returns. A new kind of bias is added here."""
+def bias_from_arguments(values: Any, kind: str | None) -> Any:
+    """The bias again, from what :func:`bias_arguments` returns. A new kind of bias is added here."""
     if kind is None:
         return values
     name, *numbers = kind.split()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import get_num_threads, is_autocast_enabled, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 
 from lowtri.compat.torch_private import (
     dispatch_key_set,
@@ -77,30 +76,30 @@ def signature(q: Any, k: Any, v: Any, bias: Any, sinks: Any, options: tuple[Any,
     It has all that the checks look at: dispatch keys, gradients, threads, modes and transforms of torch. Which of these are usual is
     not asked here, since only usual calls are kept.
     """
-    if is_dynamo_compiling() or is_autocast_enabled("cpu") or tracing_state() is not None:
+    if is_autocast_enabled("cpu") or tracing_state() is not None:
         return None
     if not (type(q) in _TYPES and type(k) in _TYPES and type(v) in _TYPES):
         return None
     shape, recorded = q.shape, is_grad_enabled()
-    others: Any = None
+    optional: Any = None
     grads: Any = recorded and (q.requires_grad or k.requires_grad or v.requires_grad)
     if grads:
         grads = q.requires_grad, k.requires_grad, v.requires_grad
-    few = 2 < len(shape) < 5 and shape[-2] < FEW_QUERIES and not grads and bias is None
+    is_decode = 2 < len(shape) < 5 and shape[-2] < FEW_QUERIES and not grads and bias is None
     if bias is not None or sinks is not None:
-        others = _of_other(bias, recorded), _of_other(sinks, recorded)
-        if () in others:
+        optional = _optional_key(bias, recorded), _optional_key(sinks, recorded)
+        if () in optional:
             return None
-        few = few and not others[1][-1]
-    base = (
-        options, shape, q.stride(), q.dtype, k.dtype, v.dtype, grads, others,
+        is_decode = is_decode and not optional[1][-1]
+    decode_key = (
+        options, shape, q.stride(), q.dtype, k.dtype, v.dtype, grads, optional,
         dispatch_keys(q).raw_repr(), dispatch_keys(k).raw_repr(), dispatch_keys(v).raw_repr(),
         get_num_threads(), dispatch_mode_count(), transform_stack(), forward_level(),
     )  # fmt: skip
-    return base, (k.shape, v.shape, k.stride(), v.stride(), None), few
+    return decode_key, (k.shape, v.shape, k.stride(), v.stride(), None), is_decode
 
 
-def _of_other(x: Any, recorded: bool) -> tuple[Any, ...] | None:
+def _optional_key(x: Any, recorded: bool) -> tuple[Any, ...] | None:
     """The part of a bias or of sinks in a signature; () if such calls are not kept. The last is whether a gradient is recorded."""
     if x is None:
         return None
@@ -129,7 +128,7 @@ def loop_over_vmapped_grads(backward: Callable[..., Any]) -> Callable[..., Any]:
         level = vmap_level()
         unbatched = [x is not None and is_batched(x) and out_of_batch(x, level, 0, 0) for x in grads]  # (count, ...)
         count = next(len(x) for x in unbatched if x is not False)
-        once = _Once(ctx)
+        once = UnpackedOnce(ctx)
         each = [
             backward(once, *(grad if x is False else x[i] for grad, x in zip(grads, unbatched, strict=True)))
             for i in range(count)
@@ -140,7 +139,7 @@ def loop_over_vmapped_grads(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Once:
+class UnpackedOnce:
     """The context of a backward that runs several times: saved tensors can be unpacked only once under checkpointing."""
 
     def __init__(self, ctx: Any) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lowtri.dispatch.attend import attention, merge
-from lowtri.dispatch.operators import attention_backward
+from lowtri.dispatch.backward import attention_backward
 from lowtri.dispatch.prepared import autocast_device, cast_for_autocast, without_autocast
 from lowtri.errors import CallError, LowtriError
 from lowtri.masks import Mask

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import CallError, MaskError
 from lowtri.masks import Mask, as_mask
-from lowtri.masks.label_masks import check_row_lengths
+from lowtri.masks.label_masks import check_packed_totals
 from lowtri.masks.plan import TILE_Q, plan
 from lowtri.masks.tile import check_count
 from lowtri.parallel.shards import (
@@ -103,7 +103,7 @@ def plan_shards(
     total = np.zeros(blocks, np.int64)
     mean = np.zeros(blocks)  # of one batch row and head
     for one in masks:
-        check_row_lengths("plan_shards", one, n)
+        check_packed_totals("plan_shards", one, n)
         planned = plan(one, positions, positions, tile_k=128 if block % 128 == 0 else 64)
         pairs = block_pairs(planned, block)
         seen.append(block_runs(planned, block))

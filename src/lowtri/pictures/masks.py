@@ -23,7 +23,7 @@ from lowtri.masks.arrays import in_numpy
 from lowtri.masks.mask import Mask
 from lowtri.masks.positions import first_position
 from lowtri.masks.text import as_mask
-from lowtri.masks.tile import POSITION_MAX, check_count, shown
+from lowtri.masks.tile import POSITION_MAX, check_count, short_repr
 from lowtri.pictures.files import save_picture
 from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, beside_one_another, levels, picture, shades
 from lowtri.pictures.labels import shortened, split
@@ -291,7 +291,7 @@ class _Layout:
             at_zero = (*index, 0, 0)  # a mask without a batch, or without heads
             b, h = at_zero[:2]
             grids = [
-                self._grid(mask.at(b, h), name, looks, None if of_mask is None else _weights_at(of_mask, b, h))
+                self._grid(mask.for_row(b, h), name, looks, None if of_mask is None else _weights_at(of_mask, b, h))
                 for mask, name, of_mask in zip(self.masks, self.names, checked, strict=False)
             ]
             panels.append(Panel(grids, _heading(self.batch, b, h)))
@@ -369,7 +369,7 @@ def token_labels(
     for name, given in (("tokens", tokens), ("query_tokens", query_tokens)):
         if given is not None and not isinstance(given, Iterable):
             raise error(
-                f"{function}: {name} is {shown(given)}; expected labels. Fix: a list of texts, one for each position."
+                f"{function}: {name} is {short_repr(given)}; expected labels. Fix: a list of texts, one for each position."
             )
     keys = token_list(tokens)
     if len(keys) != nk:

@@ -22,7 +22,7 @@ def supports(call: Call) -> str | None:
     """Reject what the kernels do not implement."""
     if call.device != "cpu":
         return f"the tensors are on {call.device}"
-    reason = library.unusable() or call.opaque
+    reason = library.unusable() or call.why_unreadable
     if reason:
         return reason
     if 0 in call.q.shape or 0 in call.v.shape:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lowtri.backends import GradientSource, Prepared
 from lowtri.backends.cpu.decode import CpuDecode
-from lowtri.backends.cpu.launch import ArrayLayout, Selection, packed, select_tiles, to_dtype
+from lowtri.backends.cpu.launch import KernelArrays, Selection, contiguous_strides, select_tiles, to_dtype
 from lowtri.backends.cpu.weights import CpuWeights, check_sums
 from lowtri.kernels.abi import KEYS
 from lowtri.ops.call import ArrayInfo, Call, Inputs, Result
@@ -25,7 +25,7 @@ class CpuDecodeWithWeights(Prepared):
     def __init__(self, call: Call, selection: Selection) -> None:
         self.call, self.decode = call, CpuDecode(call, selection)
         self.stacked = _stacked(call)
-        self.layout = ArrayLayout(self.stacked, select_tiles(self.stacked))
+        self.layout = KernelArrays(self.stacked, select_tiles(self.stacked))
         plan = self.stacked.plan(KEYS)
         self.weights = CpuWeights(self.layout, plan, wide=True)
         self.nbytes = self.decode.nbytes + plan.nbytes
@@ -36,7 +36,7 @@ class CpuDecodeWithWeights(Prepared):
     def checks_values(self) -> bool:
         return False
 
-    def run(self, inputs: Inputs) -> Result:
+    def run(self, inputs: Inputs, seed: Any = None) -> Result:
         call, layout = self.call, self.layout
         result, q = self.decode.run(inputs), inputs.q
         rows = np.ascontiguousarray(q) if call.is_numpy else q.contiguous()
@@ -55,13 +55,15 @@ class CpuDecodeWithWeights(Prepared):
 
 def _stacked(call: Call) -> Call:
     """The call that returns weights whose queries are those of all heads of a group."""
-    batch, heads, kv_heads, nq, _, d, _ = call.sizes
-    joins = call.bias is None and (*call.mask.batch, 1, 1)[1] == 1
-    stacked, positions = (kv_heads, call.group * nq) if joins else (heads, nq), call.q_positions
-    shape = (batch, *stacked, d)
+    sizes = call.sizes
+    positions = call.q_positions
+    mask_batch = call.mask.batch
+    joins = call.bias is None and (len(mask_batch) < 2 or mask_batch[1] == 1)
+    stacked = (sizes.kv_heads, call.group * sizes.nq) if joins else (sizes.heads, sizes.nq)
+    shape = (sizes.batch, *stacked, sizes.head_dim)
     return replace(
         call,
-        q=ArrayInfo(shape, packed(shape), call.dtype, False),
+        q=ArrayInfo(shape, contiguous_strides(shape), call.dtype, False),
         q_positions=np.tile(positions, (1, call.group)) if joins else positions,
         positions_given=call.positions_given or joins,
         return_weights=True,

@@ -38,7 +38,7 @@ class Launch:
     Args:
         fields: the record's fields but for the run's and the scratch memory's, by name.
         keep: the owner of the memory that the fields point to.
-        varying: names of fields that differ between runs, whose numbers each run is given (:meth:`words`).
+        varying: names of fields that differ between runs, whose numbers each run is given (:meth:`fields_with`).
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Launch:
         self._scratch = abi.aligned(end + zeros)
         if zeros:
             layout["offsets"][record.zeros] = end - self._scratch
-        self.prepared = record.pack(fields | layout)
+        self.prepared = record.record_bytes(fields | layout)
         self._bytes = self._scratch + scratch_bytes
-        self._places = [place for name in varying for place in _words(record.dtype, name, start)]
+        self._places = [place for name in varying for place in _places_of_field(record.dtype, name, start)]
         self._code = code(symbol(record.name, spec))
         # What a run writes: two counters, the addresses of scratch memory and of arrays, the prepared fields, zeros.
         self._write = struct.Struct(f"{start // 8}q{len(self.prepared)}s{zeros}x").pack_into
@@ -69,10 +69,10 @@ class Launch:
 
     def fields_with(self, numbers: Sequence[int]) -> bytes:
         """The prepared fields where the varying ones have these numbers."""
-        words = array("q", self.prepared)
+        fields = array("q", self.prepared)
         for place, number in zip(self._places, numbers, strict=True):
-            words[place] = number
-        return words.tobytes()
+            fields[place] = number
+        return fields.tobytes()
 
     def run_at(self, prepared: bytes, *addresses: int) -> None:
         """Run the kernel with these prepared fields on arrays at these addresses, in the order of the ABI, 0 for absent ones."""
@@ -90,7 +90,7 @@ class Launch:
         if memory.size <= _POOLED_BYTES:
             _pool.append(memory)
 
-    def of_three(
+    def on_three_tensors(
         self,
         prepared: bytes,
         shape: Strides,
@@ -110,16 +110,18 @@ class Launch:
         """
         rest, write = bytes(self._absent) + prepared, self._write_six
         size, scratch = self._bytes, self._scratch
-        threads, code, call = self.threads, self._code, self._code.call
+        threads = self.threads
+        code = self._code
+        call = self._code.call
 
         # The last argument is never passed: it keeps what the addresses in the fields point to.
         def run(q: Any, k: Any, v: Any, keep: Any = (self, keep)) -> Any:
             output, sums = q.new_empty_strided(shape, steps), None
-            lse = lse_low = 0
+            lse = lse_residual = 0
             if new_sums is not None:
                 sums = new_sums(q)
                 lse = sums.data_ptr()
-                lse_low = lse + sums.nbytes // 2
+                lse_residual = lse + sums.nbytes // 2
             try:
                 memory = _pool.pop()
                 if memory.size < size:
@@ -127,8 +129,10 @@ class Launch:
             except IndexError:
                 memory = _Memory(size)
             where = memory.address
-            q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-            write(memory.bytes, 0, 0, 0, where + scratch, q_at, k_at, v_at, output.data_ptr(), lse, lse_low, rest)
+            q_at = q.data_ptr()
+            k_at = k.data_ptr()
+            v_at = v.data_ptr()
+            write(memory.bytes, 0, 0, 0, where + scratch, q_at, k_at, v_at, output.data_ptr(), lse, lse_residual, rest)
             if threads == 1:
                 call(where)
             else:
@@ -140,8 +144,8 @@ class Launch:
         return run
 
 
-def _words(record: np.dtype[Any], name: str, start: int) -> range:
-    """The words of a field, counted from the byte ``start`` of the record."""
+def _places_of_field(record: np.dtype[Any], name: str, start: int) -> range:
+    """The places of a field's numbers, counted from the byte ``start`` of the record."""
     fields: Any = record.fields
     kind, offset = fields[name][:2]
     first = int(offset - start) // 8
@@ -168,10 +172,10 @@ _pool: list[_Memory] = []
 
 # Which kernel, and how it reads the arrays.
 
-_FEW_QUERIES = 16  # the other kernels compute groups of 16 queries whole
+_DECODED_QUERIES = 16  # fewer are decoded: the other kernels compute groups of 16 queries whole
 # With products on tile registers a group takes less time than 16 queries one by one: half of it, estimated from the numbers of
 # instructions; not measured on a CPU with AMX yet.
-_FEW_QUERIES_TILES = 8
+_DECODED_QUERIES_AMX = 8
 
 
 class Selection(NamedTuple):
@@ -188,11 +192,10 @@ def select(call: Call) -> Selection:
     The decode kernel does not drop weights.
     """
     tiles, arrays = select_tiles(call), [call.q, call.k, call.v]
-    if not (call.needs_grad or call.dropout) and call.q.shape[2] < (
-        _FEW_QUERIES_TILES if tiles.spec.on_tiles else _FEW_QUERIES
-    ):
+    limit = _DECODED_QUERIES_AMX if tiles.spec.uses_amx else _DECODED_QUERIES
+    if call.q.shape[2] < limit and not (call.needs_grad or call.dropout):
         dtype = "float32" if tiles.cast else call.dtype
-        arrays = [pack(x) for x in arrays] if tiles.cast else [pack(call.q), call.k, call.v]
+        arrays = [contiguous(x) for x in arrays] if tiles.cast else [contiguous(call.q), call.k, call.v]
         decode = _spec_of("decode", dtype, arrays)
         if decode is not None:
             return Selection("decode", decode, tiles.cast)
@@ -205,7 +208,7 @@ def select_tiles(call: Call) -> Selection:
     spec = _spec_of("forward", call.dtype, arrays)
     if spec is not None:
         return Selection("forward", spec, False)
-    spec = _spec_of("forward", "float32", [pack(x) for x in arrays])
+    spec = _spec_of("forward", "float32", [contiguous(x) for x in arrays])
     assert spec is not None, "contiguous arrays in float32 are read on every CPU"
     return Selection("forward", spec, True)
 
@@ -219,7 +222,7 @@ def _spec_of(family: str, dtype: str, arrays: list[ArrayInfo]) -> KernelSpec | N
     return spec_of(family, dtype, q, k, v)
 
 
-class ArrayLayout:
+class KernelArrays:
     """The arrays of a call as the kernels read them.
 
     Half types are read directly, or cast to float32 if the CPU lacks the instructions. The decode kernel reads contiguous queries.
@@ -240,14 +243,14 @@ class ArrayLayout:
         self.call, self.decodes = call, family == "decode"
         self.compute_dtype = self.spec.compute_dtype
         self.dtype = "float32" if self.cast else call.dtype
-        self.arrays = [pack(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
+        self.arrays = [contiguous(x) for x in (call.q, call.k, call.v)] if self.cast else [call.q, call.k, call.v]
         if self.decodes:
-            self.arrays[0] = pack(call.q)
-        bias, others = call.bias, [x for x in (call.bias, call.sinks) if x is not None]
-        self.bias_strides = () if bias is None else bias.strides if self._keeps(bias) else packed(bias.shape)
+            self.arrays[0] = contiguous(call.q)
+        others = [x for x in (call.bias, call.sinks) if x is not None]
+        self.bias_strides = () if call.bias is None else self._strides_of_bias(call.bias)
         self.unchanged = not self.cast and all(map(self._keeps, others))
         # A dimension of one number has any stride.
-        steps = zip(call.q.shape, call.q.strides, packed(call.q.shape), strict=True)
+        steps = zip(call.q.shape, call.q.strides, contiguous_strides(call.q.shape), strict=True)
         self.unchanged &= not self.decodes or all(size == 1 or step == dense for size, step, dense in steps)
         output_bytes = prod(call.q.shape[:3]) * call.v.shape[3] * BYTES[self.dtype]
         self.is_plain = self.unchanged and not (call.is_numpy or others or call.dropout) and output_bytes < LARGE
@@ -257,12 +260,12 @@ class ArrayLayout:
 
     def inputs(self, inputs: Inputs) -> Inputs:
         """The arrays in dtypes that the kernels read; ``inputs`` themselves where they are ``unchanged``, which callers ask first."""
-        q, k, v, bias, sinks = inputs
+        q, k, v = inputs[:3]
         if self.cast:
             q, k, v = (to_dtype(x, "float32") for x in (q, k, v))
         elif self.decodes:
             q = np.ascontiguousarray(q) if self.call.is_numpy else q.contiguous()
-        bias, sinks = (None if x is None else to_dtype(x, self.compute_dtype) for x in (bias, sinks))
+        bias, sinks = (None if x is None else to_dtype(x, self.compute_dtype) for x in (inputs.bias, inputs.sinks))
         return Inputs(q, k, v, bias, sinks)
 
     def bias_address(self, bias: Any, steps: Strides) -> int:
@@ -281,7 +284,7 @@ class ArrayLayout:
             return lambda like: np.empty(shape, kind)
         import torch
 
-        steps = steps or packed(shape)
+        steps = steps or contiguous_strides(shape)
         if kind == self.dtype:  # naming the dtype takes a microsecond
 
             def make(like: Any) -> Any:
@@ -312,31 +315,36 @@ class ArrayLayout:
     def fields(self) -> Fields:
         """The fields that every kernel reads: sizes, strides, options."""
         call = self.call
-        batch, heads, kv_heads, nq, nk, d, dv = call.sizes
+        sizes = call.sizes
         q, k, v = (x.strides for x in self.arrays)
         return {
-            **{"batch": batch, "heads": heads, "group": heads // kv_heads, "nq": nq, "nk": nk, "d": d, "dv": dv},
-            **{"q_strides": strides(q), "k_strides": strides(k), "v_strides": strides(v)},
-            "bias_strides": of_bias(call, None if call.bias is None else call.bias.shape, self.bias_strides),
+            **{name: getattr(sizes, name) for name in ("batch", "heads", "nq", "nk", "head_dim", "value_dim")},
+            "group": sizes.heads // sizes.kv_heads,
+            **{"q_strides": stride_fields(q), "k_strides": stride_fields(k), "v_strides": stride_fields(v)},
+            "bias_strides": bias_fields(call, None if call.bias is None else call.bias.shape, self.bias_strides),
             "options": {"scale": call.scale, "softcap": call.softcap or 0.0},
         }
 
     def tile_fields(self, plan: Plan) -> Fields:
         """The fields that the kernels of tiles read."""
         return self.fields() | {
-            "plan": of_plan(plan),
-            "dropout": of_dropout(self.call, self.q_positions, self.key_words),
+            "plan": plan_fields(plan),
+            "dropout": dropout_fields(self.call, self.q_positions, self.key_words),
         }
 
     def launch(self, family: str, fields: Fields, plan: Plan) -> Launch:
         """The launch of a kernel of tiles."""
         return Launch(getattr(abi, family.upper()), self.spec, fields, tile_threads(family, self.call, plan), plan)
 
+    def _strides_of_bias(self, bias: ArrayInfo) -> Strides:
+        """Of the bias as the kernels read it."""
+        return bias.strides if self._keeps(bias) else contiguous_strides(bias.shape)
+
     def _keeps(self, x: ArrayInfo) -> bool:
         return x.dtype == self.compute_dtype
 
 
-def of_plan(plan: Plan) -> Fields:
+def plan_fields(plan: Plan) -> Fields:
     """The fields of the plan."""
     masks_b, masks_h = plan.mask_index.shape
     arrays = ("mask_index", "row_start", "runs", "tile_bits", "bits")
@@ -344,7 +352,7 @@ def of_plan(plan: Plan) -> Fields:
     return {name: _address_of_array(getattr(plan, name)) for name in arrays} | strides | {"rows": plan.rows}
 
 
-def of_dropout(call: Call, q_positions: NDArray[np.int64], words: NDArray[np.uint32]) -> Fields:
+def dropout_fields(call: Call, q_positions: NDArray[np.int64], words: NDArray[np.uint32]) -> Fields:
     """The fields of dropout, all 0 without; the positions of the queries are (B|1, Nq), the words of the keys (B|1, Nk)."""
     below = threshold(call.dropout)
     if below == 0:  # no draw is less
@@ -360,41 +368,42 @@ def of_dropout(call: Call, q_positions: NDArray[np.int64], words: NDArray[np.uin
     }
 
 
-def of_bias(call: Call, shape: Sequence[int] | None, of: Strides, axes: Sequence[str] = "bhqk") -> Fields:
+def bias_fields(call: Call, shape: Sequence[int] | None, steps: Strides, axes: Sequence[str] = "bhqk") -> Fields:
     """The strides of a bias of this call, or of its gradient: 0 along broadcast axes, and without a bias.
 
     One over distances q - k ascends with q and descends with k.
     """
     if shape is None:
         return dict.fromkeys(axes, 0)
-    fields = {axis: step if size > 1 else 0 for axis, size, step in zip(axes, shape, of, strict=True)}
-    return fields if call.distance_low is None else fields | {"q": of[-1], "k": -of[-1]}
+    fields = {axis: step if size > 1 else 0 for axis, size, step in zip(axes, shape, steps, strict=True)}
+    return fields if call.distance_low is None else fields | {"q": steps[-1], "k": -steps[-1]}
 
 
 # Arrays, NumPy's or torch's, and their strides.
 
 
-def strides(of: Strides) -> Fields:
+def stride_fields(of: Strides) -> Fields:
     """The strides of an array (B, H, N, D)."""
     return dict(zip("bhnd", of, strict=True))
 
 
-def packed(shape: Sequence[int]) -> Strides:
+def contiguous_strides(shape: Sequence[int]) -> Strides:
     """The strides of a contiguous array of this shape."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def like_array(x: ArrayInfo, size: int) -> Strides:
     """The strides of an array without gaps that has the sizes of x (B, H, N, D) but for D, and the order of x in memory."""
-    (_, heads, n, _), (_, h_step, n_step, _) = x.shape, x.strides
-    if h_step < n_step and heads > 1:  # tokens before heads
+    heads, n = x.shape[1:3]
+    head_step, token_step = x.strides[1:3]
+    if head_step < token_step and heads > 1:  # tokens before heads
         return heads * n * size, size, heads * size, 1
     return heads * n * size, n * size, size, 1
 
 
-def pack(x: ArrayInfo) -> ArrayInfo:
+def contiguous(x: ArrayInfo) -> ArrayInfo:
     """The layout of a contiguous array of the same shape."""
-    return x._replace(strides=packed(x.shape))
+    return x._replace(strides=contiguous_strides(x.shape))
 
 
 def to_dtype(x: Any, dtype: str) -> Any:
@@ -420,28 +429,32 @@ def _address_of_tensors() -> Callable[[Any], int]:
 # Multiplications for each thread: about as long as to wake a thread takes, tens of thousands of cycles on any CPU, so that a factor of
 # two in it matters little. On an AMD EPYC (Zen 4) two threads take 0.6 to 0.75 of the time where the work is worth them by this number,
 # and 0.75 to 1.2 of it where it is not. It chooses no algorithm.
-GRAIN = 2**20
-_READ = 2  # a byte of keys and values takes as long as so many multiplications
-_STARTED = 16  # NumPy arrays: without torch each run starts its threads, some ten times as long as to wake them
+WORK_PER_THREAD = 2**20
+BYTE_COST = 2  # a byte of keys and values takes as long as so many multiplications
+THREAD_START_COST = (
+    16  # NumPy arrays: without torch each run starts its threads, some ten times as long as to wake them
+)
 _PRODUCTS = {"forward": 2, "backward": 5, "weights": 1}  # of matrices
 
 
 def tile_threads(family: str, call: Call, plan: Plan) -> int:
     """For the tiles that the kernel of this family computes: forward, backward or weights."""
-    batch, heads, _, nq, nk, d, dv = call.sizes
+    sizes = call.sizes
     tiles = int((plan.runs[:, 1] - plan.runs[:, 0]).sum())  # of all masks, each taken to be as frequent as the others
-    pairs = min(nq * nk, tiles * TILE_Q * plan.tile_k // plan.masks)
-    return _threads(call, batch * heads * pairs * (d + dv) * _PRODUCTS[family] // 2)
+    pairs = min(sizes.nq * sizes.nk, tiles * TILE_Q * plan.tile_k // plan.masks)
+    numbers = sizes.head_dim + sizes.value_dim
+    return _threads(call, sizes.batch * sizes.heads * pairs * numbers * _PRODUCTS[family] // 2)
 
 
 def decode_threads(call: Call, keys: int, number_bytes: int) -> int:
     """For few queries and so many keys: what is multiplied or read, whichever takes longer."""
-    batch, heads, kv_heads, nq, _, d, dv = call.sizes
-    return _threads(call, batch * keys * (d + dv) * max(heads * nq, kv_heads * number_bytes * _READ))
+    sizes = call.sizes
+    rows = max(sizes.heads * sizes.nq, sizes.kv_heads * number_bytes * BYTE_COST)
+    return _threads(call, sizes.batch * keys * (sizes.head_dim + sizes.value_dim) * rows)
 
 
 def _threads(call: Call, multiplications: int) -> int:
-    grain = GRAIN * _STARTED if call.is_numpy else GRAIN
+    grain = WORK_PER_THREAD * THREAD_START_COST if call.is_numpy else WORK_PER_THREAD
     return max(1, min(call.threads, multiplications // grain))
 
 

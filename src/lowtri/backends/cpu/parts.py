@@ -36,17 +36,17 @@ class Part:
         return self.first_row * QUERIES, min(self.last_row * QUERIES, nq)
 
 
-def choose_parts(plan: Plan, heads: int, threads: int, whole: int, of_query: int, of_thread: int) -> list[Part]:
+def choose_parts(plan: Plan, heads: int, threads: int, whole: int, query_bytes: int, thread_bytes: int) -> list[Part]:
     """The parts for so many key/value heads and threads.
 
     Args:
         whole: bytes of the backward without parts, the scratch memory aside.
-        of_query: bytes of dQ for one query of all heads.  of_thread: bytes of scratch memory.
+        query_bytes: of dQ for one query of all heads.  thread_bytes: of scratch memory.
     """
     best = cut(plan, 1)
     if threads == 1 or heads % threads == 0:
         return best
-    most, busy = _MOST_MEMORY * (whole + of_thread), share_busy(heads, threads)
+    most, busy = _MOST_MEMORY * (whole + thread_bytes), share_busy(heads, threads)
     for count in range(2, min(_MOST_PARTS, ceil(plan.nk / KEYS)) + 1):
         if busy >= BUSY:
             break
@@ -54,8 +54,8 @@ def choose_parts(plan: Plan, heads: int, threads: int, whole: int, of_query: int
         if share > busy:
             parts = cut(plan, count)
             ranges = [part.queries(plan.nq) for part in parts[1:]]  # the first one has dQ itself
-            own = sum(stop - start for start, stop in ranges) * of_query
-            if whole + own + min(threads, heads * count) * of_thread > most:
+            own = sum(stop - start for start, stop in ranges) * query_bytes
+            if whole + own + min(threads, heads * count) * thread_bytes > most:
                 break
             best, busy = parts, share
     return best

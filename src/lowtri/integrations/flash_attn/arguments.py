@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from lowtri.errors import CallError
 from lowtri.masks import POSITION_MAX
 
+NO_WINDOW = (-1, -1)  # the default of window_size
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -28,27 +29,53 @@ def check_tensor(name: str, argument: str, x: Any, layout: str) -> None:
         raise CallError(f"{name}: {argument} is {got}. Fix: a torch tensor {layout}.")
 
 
-def check_shapes(
-    name: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), *, one_batch: bool = True
-) -> None:
-    """Raise unless q (..., Nq, Hq, D), k (..., Nk, Hkv, D) and v (..., Nk, Hkv, Dv) fit together."""
-    of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    key, value = names
+class Inputs(NamedTuple):
+    """The names and the layouts of three tensors: queries, keys and values."""
+
+    names: tuple[str, str, str]
+    layouts: tuple[str, str, str]
+    rank: int
+    one_batch: bool  # whether the first dimension is that of the batch, of all three
+
+
+IN_ROWS = Inputs(("q", "k", "v"), ("(B, N, H, D)",) * 3, 4, one_batch=True)
+PACKED = Inputs(("q", "k", "v"), ("(total, H, D)",) * 3, 3, one_batch=False)
+IN_CACHE = Inputs(
+    ("q", "k_cache", "v_cache"), ("(B, N, H, D)", "(B, slots, H, D)", "(B, slots, H, D)"), 4, one_batch=False
+)
+
+
+def check_inputs(name: str, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, torch.Size]:
+    """The shapes of q (..., Nq, Hq, D) and k (..., Nk, Hkv, D); raises unless they and v (..., Nk, Hkv, Dv) fit together.
+
+    A shape is a new object each time that it is read, which takes longer than to compare it; so callers use these.
+    """
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not tensors or not q.ndim == k.ndim == v.ndim == inputs.rank:
+        for argument, x, layout in zip(inputs.names, (q, k, v), inputs.layouts, strict=True):
+            check_tensor(name, argument, x, layout)
+    of_q = q.shape
+    of_k, of_v = k.shape, v.shape
+    _, key, value = inputs.names
     rule = ""
     if of_q[-1] != of_k[-1] or of_q[-1] == 0:
         rule = f"q and {key} have the same head size D, at least 1"
-    elif of_k[:-1] != of_v[:-1]:
+    elif of_k != of_v and of_k[:-1] != of_v[:-1]:
         rule = f"{key} and {value} have the same shape, up to the head size of {value}"
     elif of_k[-2] == 0 or of_q[-2] % of_k[-2]:
         rule = f"the heads of q, in its dimension before the last, are a multiple of the heads of {key}"
-    elif one_batch and of_q[:-3] != of_k[:-3]:
+    elif inputs.one_batch and of_q[0] != of_k[0]:
         rule = f"q, {key} and {value} have the same batch size"
     if rule:
-        raise CallError(f"{name}: q is {of_q}, {key} {of_k} and {value} {of_v}. Fix: {rule}.")
+        raise CallError(f"{name}: q is {tuple(of_q)}, {key} {tuple(of_k)} and {value} {tuple(of_v)}. Fix: {rule}.")
+    return of_q, of_k
 
 
 def check_numbers(name: str, dropout_p: Any, softmax_scale: Any, softcap: Any, causal: Any) -> None:
     """Raise unless each option is one plain number, in its range."""
+    plain = softmax_scale is None and type(dropout_p) is type(softcap) is float and type(causal) is bool
+    if plain and dropout_p == softcap == 0.0:  # as most calls have it
+        return
     numbers = (
         ("dropout_p", dropout_p, 0.0, 1.0, "a probability, 0 .. 1"),
         ("softmax_scale", softmax_scale, -math.inf, math.inf, "a finite number, or None for 1 / sqrt(D)"),
@@ -68,8 +95,8 @@ def check_numbers(name: str, dropout_p: Any, softmax_scale: Any, softcap: Any, c
 
 def read_window(name: str, window_size: Any) -> tuple[int, int]:
     """(left, right), -1 for no limit."""
-    if type(window_size) is tuple and window_size == (-1, -1):
-        return -1, -1
+    if window_size is NO_WINDOW:
+        return NO_WINDOW
     try:
         left, right = (operator.index(n) for n in window_size)
     except (TypeError, ValueError):
@@ -101,12 +128,12 @@ def whole_numbers(
         numbers = value.numpy(force=not value.is_cpu) if isinstance(value, Tensor) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError):
         numbers = np.empty(0)
-    fits = numbers.ndim == len(sizes) and all(
-        isinstance(a, str) or a == b for a, b in zip(sizes, numbers.shape, strict=True)
-    )
+    fits = numbers.ndim == len(sizes)
+    for size, given in zip(sizes, numbers.shape, strict=False):
+        fits = fits and (size == given or type(size) is str)
     if not fits or numbers.dtype.kind not in "iu":
         got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else _shown(value)
-        shape = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
+        shape = f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(map(str, sizes))})"
         raise CallError(f"{name}: {argument} is {got}. Fix: whole numbers {shape}.")
     if below is not None and numbers.size:
         _check_range(name, argument, numbers, int(numbers.min()), int(numbers.max()), below)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib import import_module, util
 from inspect import Signature, signature
@@ -24,8 +25,12 @@ from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import bottom_right_positions
 from lowtri.integrations.flash_attn.arguments import (
+    IN_CACHE,
+    IN_ROWS,
+    NO_WINDOW,
+    PACKED,
+    check_inputs,
     check_numbers,
-    check_shapes,
     check_slopes,
     check_tensor,
     edges_of,
@@ -51,6 +56,7 @@ __all__ = [
 P = ParamSpec("P")
 Ints = NDArray[np.int64]
 
+_UNCHANGED: AbstractContextManager[object] = nullcontext()
 _FULL, _CAUSAL = full(), causal()  # a mask takes longer to make than to look up
 
 MARK = "lowtri_installed"  # an attribute of the module that install() puts in the place of flash_attn
@@ -172,7 +178,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -206,14 +212,11 @@ def flash_attn_func(
         CallError: if the arguments do not fit together.
     """
     name = "flash_attn_func"
-    for argument, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, argument, x, "(B, N, H, D)")
-    check_shapes(name, q, k, v)
-    check_slopes(name, alibi_slopes, q.shape[0], q.shape[2])
+    of_q, of_k = check_inputs(name, IN_ROWS, q, k, v)
+    check_slopes(name, alibi_slopes, of_q[0], of_q[2])
     options = _Options(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    nq, nk = q.shape[1], k.shape[1]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    results = options.run(q, k, v, options.mask(), bottom_right_positions(nq, nk))
+    positions = bottom_right_positions(of_q[1], of_k[1])
+    results = options.run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options.mask(), positions)
     return results if return_attn_probs else results[0]
 
 
@@ -248,7 +251,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -287,12 +290,9 @@ def flash_attn_varlen_func(
         )
     if block_table is not None:
         k, v = (_from_pages(x, of_k, block_table) for x in (k, v))
-    for argument, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(_VARLEN, argument, x, "(total, H, D)")
-    check_shapes(_VARLEN, q, k, v)
-    check_slopes(_VARLEN, alibi_slopes, len(of_q) - 1, q.shape[1])
-    totals = q.shape[0], k.shape[0]
-    for argument, edges, total in zip(("cu_seqlens_q", "cu_seqlens_k"), (of_q, of_k), totals, strict=True):
+    (total_q, heads, _), (total_k, _, _) = check_inputs(_VARLEN, PACKED, q, k, v)
+    check_slopes(_VARLEN, alibi_slopes, len(of_q) - 1, heads)
+    for argument, edges, total in (("cu_seqlens_q", of_q, total_q), ("cu_seqlens_k", of_k, total_k)):
         if edges[-1] > total:
             raise CallError(
                 f"{_VARLEN}: {argument} ends at {edges[-1]}, but there are {total} tokens. Fix: an end of at most {total}."
@@ -302,9 +302,11 @@ def flash_attn_varlen_func(
     if alibi_slopes is not None and alibi_slopes.ndim == 2:
         results = _one_by_one(options, (q, k, v), (of_q, of_k))
     else:
-        apart, positions = _documents(of_q, of_k, *totals)
+        apart, positions = _documents(of_q, of_k, total_q, total_k)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, total, D)
         results = options.run(q, k, v, mask if apart is None else mask & apart, positions)
+        if not return_attn_probs:
+            return results[0][0]
         results = tuple(x[0] if x.ndim > 1 else x for x in results)  # what is not returned is empty
     return results if return_attn_probs else results[0]
 
@@ -361,7 +363,10 @@ def _from_pages(pages: Tensor, edges: Ints, block_table: Any) -> Tensor:
 
 def _one_by_one(options: _Options, tensors: tuple[Tensor, ...], edges: tuple[Ints, Ints]) -> tuple[Tensor, ...]:
     """Slopes that differ between sequences: one call for each."""
-    (q, k, v), (of_q, of_k), mask, slopes = tensors, edges, options.mask(), options.alibi_slopes
+    q, k, v = tensors
+    of_q, of_k = edges
+    mask = options.mask()
+    slopes = options.alibi_slopes
     dropped = options.return_attn_probs and options.dropout_p > 0
     weights = q.new_zeros(q.shape[1], len(q), len(k)) if dropped else q.new_empty(0)
     outputs, lses = [], []
@@ -400,7 +405,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -444,7 +449,7 @@ def flash_attn_with_kvcache(
     options = _Options(_CACHE, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
     mask = options.mask()
     slots = _Slots(q, k_cache, v_cache, block_table, cache_batch_idx)
-    rows = q.shape[0]
+    rows, nq, heads = slots.of_q[:3]
     lengths = for_rows(_CACHE, "cache_seqlens", slots.count if cache_seqlens is None else cache_seqlens, rows)  # (B,)
     starts = None if cache_leftpad is None else for_rows(_CACHE, "cache_leftpad", cache_leftpad, rows)
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
@@ -458,7 +463,7 @@ def flash_attn_with_kvcache(
             "Fix: a larger cache."
         )
     slots.check_pages(ends)
-    check_slopes(_CACHE, alibi_slopes, q.shape[0], q.shape[2])
+    check_slopes(_CACHE, alibi_slopes, rows, heads)
     if rotary_cos is not None or rotary_sin is not None:
         if rotary_cos is None or rotary_sin is None or k is None:
             raise CallError(
@@ -467,16 +472,16 @@ def flash_attn_with_kvcache(
         check_tensor(_CACHE, "rotary_cos", rotary_cos, "(positions, R)")
         check_tensor(_CACHE, "rotary_sin", rotary_sin, "(positions, R)")
         own = causal or read_window(_CACHE, window_size) != (-1, -1)
-        steps = torch.arange(q.shape[1]) if own else torch.zeros(q.shape[1], dtype=torch.int64)
+        steps = torch.arange(nq) if own else torch.zeros(nq, dtype=torch.int64)
         before = torch.tensor(lengths, dtype=torch.int64)[:, None]
         q = rotate(q, rotary_cos, rotary_sin, before + steps, rotary_interleaved, _CACHE)
         k = rotate(k, rotary_cos, rotary_sin, before + torch.arange(new), rotary_interleaved, _CACHE)
-    positions = _slot_positions(q.shape[1], last, starts, ends)
-    with torch.no_grad():
+    positions = _slot_positions(nq, last, starts, ends)
+    with torch.no_grad() if torch.is_grad_enabled() else _UNCHANGED:
         if k is not None and v is not None:
             slots.write(lengths, k, v)
-        keys, values = slots.read(last)  # (B, S, Hkv, D)
-        results = options.run(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask, positions)
+        keys, values = slots.read(last)  # (B, Hkv, S, D)
+        results = options.run(q.transpose(1, 2), keys, values, mask, positions)
     return results[:2] if return_softmax_lse else results[0]
 
 
@@ -484,10 +489,7 @@ class _Slots:
     """The slots of each row of q in a cache, which are in pages; without ``block_table``, a row of the cache is one page."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, table: Any, index: Any) -> None:
-        check_tensor(_CACHE, "q", q, "(B, N, H, D)")
-        check_tensor(_CACHE, "k_cache", k, "(B, slots, H, D)")
-        check_tensor(_CACHE, "v_cache", v, "(B, slots, H, D)")
-        check_shapes(_CACHE, q, k, v, ("k_cache", "v_cache"), one_batch=False)
+        self.of_q, of_k = check_inputs(_CACHE, IN_CACHE, q, k, v)
         if not (q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)):
             raise CallError(
                 f"{_CACHE}: q is {q.dtype}, k_cache {k.dtype} and v_cache {v.dtype}. Fix: one dtype, as q.to(k_cache.dtype)."
@@ -496,35 +498,39 @@ class _Slots:
             raise CallError(
                 f"{_CACHE}: block_table and cache_batch_idx exclude each other. Fix: the rows of block_table."
             )
-        self.k, self.v, self.batch = k, v, q.shape[0]
+        self.k, self.v = k, v
+        self.batch = self.of_q[0]
         self.table: Ints | None = None  # (B, pages); None: row by row, so that nothing is copied
         if table is not None:
             self.table = whole_numbers(_CACHE, "block_table", table, (self.batch, "pages"), None)
         elif index is not None:
-            self.table = whole_numbers(_CACHE, "cache_batch_idx", index, (self.batch,), k.shape[0])[:, None]
-        self.size = max(1, k.shape[1])  # of a page
-        self.count = k.shape[1] * (1 if self.table is None else self.table.shape[1])
-        if self.table is None and k.shape[0] != self.batch:
+            self.table = whole_numbers(_CACHE, "cache_batch_idx", index, (self.batch,), of_k[0])[:, None]
+        self.size = max(1, of_k[1])  # of a page
+        self.count = of_k[1] * (1 if self.table is None else self.table.shape[1])
+        if self.table is None and of_k[0] != self.batch:
             raise CallError(
-                f"{_CACHE}: q has {self.batch} rows, but the cache {k.shape[0]}. Fix: cache_batch_idx=, one per row of q."
+                f"{_CACHE}: q has {self.batch} rows, but the cache {of_k[0]}. Fix: cache_batch_idx=, one per row of q."
             )
 
     def check_new(self, k: Any, v: Any) -> int:
         """The number of new tokens of each row."""
+        new = None
         for argument, x, cache in (("k", k, self.k), ("v", v, self.v)):
             check_tensor(_CACHE, argument, x, "(B, N, H, D)")
-            expected = (self.batch, k.shape[1], *cache.shape[2:])
-            if x.shape != expected or not x.is_floating_point():
+            of_cache, given = cache.shape, x.shape
+            new = given[1] if new is None else new
+            expected = (self.batch, new, of_cache[2], of_cache[3])
+            if given != expected or not x.is_floating_point():
                 raise CallError(
-                    f"{_CACHE}: {argument} is {tuple(x.shape)} {x.dtype}. Fix: {expected} floats, as q and the cache."
+                    f"{_CACHE}: {argument} is {tuple(given)} {x.dtype}. Fix: {expected} floats, as q and the cache."
                 )
             steps = cache.stride()
-            if 0 in steps and any(step == 0 and size > 1 for step, size in zip(steps, cache.shape, strict=True)):
+            if 0 in steps and any(step == 0 and n > 1 for step, n in zip(steps, of_cache, strict=True)):
                 raise CallError(
                     f"{_CACHE}: {argument}_cache is expanded, so its rows share memory and cannot hold different tokens. "
                     f"Fix: {argument}_cache.contiguous()."
                 )
-        return int(k.shape[1])
+        return new or 0
 
     def check_pages(self, ends: list[int]) -> None:
         """Raise if a page that is used does not exist; other entries of the table may hold anything."""
@@ -548,11 +554,18 @@ class _Slots:
             cache[tuple(torch.from_numpy(x).to(cache.device) for x in (page, slot))] = fresh.to(cache.dtype)
 
     def read(self, n: int) -> tuple[Tensor, Tensor]:
-        """The first ``n`` slots of each row, (B, n, H, D): views, except for pages and chosen rows."""
+        """The first ``n`` slots of each row, (B, H, n, D): views, except for pages and chosen rows."""
         if self.table is None:
-            return self.k.narrow(1, 0, n), self.v.narrow(1, 0, n)
+            return _first_slots(self.k, n), _first_slots(self.v, n)
         pages = torch.from_numpy(self.table[:, : -(-n // self.size)])
-        return self.k[pages, :n].flatten(1, 2)[:, :n], self.v[pages, :n].flatten(1, 2)[:, :n]
+        keys, values = (x[pages, :n].flatten(1, 2)[:, :n].transpose(1, 2) for x in (self.k, self.v))
+        return keys, values
+
+
+def _first_slots(cache: Tensor, n: int) -> Tensor:
+    """cache[:, :n].transpose(1, 2) as one operation of torch, of which each takes some microseconds."""
+    sizes, steps = cache.shape, cache.stride()
+    return cache.as_strided((sizes[0], sizes[2], n, sizes[3]), (steps[0], steps[2], steps[1], steps[3]))
 
 
 def _slot_positions(nq: int, nk: int, starts: list[int] | None, ends: list[int]) -> dict[str, Ints]:
@@ -562,6 +575,7 @@ def _slot_positions(nq: int, nk: int, starts: list[int] | None, ends: list[int])
     starts = starts or [0] * len(ends)
     if nq <= nk == min(ends) and not any(starts):  # no row ends after nk
         return {}
-    slots, first, end = np.arange(nk), np.array(starts)[:, None], np.array(ends)[:, None]
+    slots = np.arange(nk)
+    first, end = np.array(starts)[:, None], np.array(ends)[:, None]
     k = np.where((slots >= first) & (slots < end), slots + nq, -1)  # + nq: none of q's is negative
     return {"q_positions": end + np.arange(nq), "k_positions": k}

@@ -75,7 +75,9 @@ class RotaryEmbedding(torch.nn.Module):
                 "RotaryEmbedding: scale_base (XPos) is not computed here. "
                 "Fix: the package flash_attn on a GPU; scale_base=None is plain rotary."
             )
-        self.dim, self.base, self.interleaved = dim, float(base), interleaved
+        self.dim = dim
+        self.base = float(base)
+        self.interleaved = interleaved
 
     def forward(
         self,

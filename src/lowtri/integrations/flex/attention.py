@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lowtri.backends.formula import Tile, Tiles
+from lowtri.backends.formula import Block, FormulaCall
 from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
-from lowtri.dispatch.prepared import cast_for_autocast, without_autocast
+from lowtri.dispatch.prepared import autocast_device, cast_for_autocast, without_autocast
 from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import top_left_positions
 from lowtri.integrations.flex.masks import check_function, mask_of
@@ -90,7 +90,10 @@ def flex_attention(
         raise CallError(f"{_NAME}: return_lse and return_aux exclude each other. Fix: return_aux=AuxRequest(lse=True).")
     if query.device.type != "cpu":
         options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options}
-        options |= {"return_lse": True} if return_lse else {"return_aux": return_aux} if return_aux is not None else {}
+        if return_lse:
+            options["return_lse"] = True
+        elif return_aux is not None:
+            options["return_aux"] = return_aux
         return _torchs()(query, key, value, score_mod, block_mask, **options)
     if return_aux is None:
         output, lse, _ = _attend(query, key, value, score_mod, block_mask, scale, return_lse)
@@ -113,7 +116,8 @@ def _attend(
     want_max: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The output, the log-sum-exp and the greatest scores; None for what is not wanted."""
-    (batch, heads, nq, size), nk = q.shape, k.shape[2]
+    batch, heads = q.shape[:2]
+    nq, nk = q.shape[2], k.shape[2]
     if k.shape[0] != batch:
         k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
     shape = (batch, heads, nq, nk)
@@ -124,33 +128,34 @@ def _attend(
         mask = mask & scores.mask if blocks is not None else scores.mask
     positions = top_left_positions(nq, nk)  # FlexAttention's q and k are indices from 0
     if scores.in_kernel and not want_max:
-        factor = (size**-0.5 if scale is None else float(scale)) * scores.factor
+        factor = (q.shape[3] ** -0.5 if scale is None else float(scale)) * scores.factor
         options: dict[str, Any] = {"scale": factor, "softcap": scores.softcap, "bias": scores.bias, **positions}
         if want_lse:
             return *attention(q, k, v, mask, return_lse=True, **options), None
         return attention(q, k, v, mask, **options), None, None
-    device, q, k, v = cast_for_autocast(q, k, v)
+    device = autocast_device(q)
+    q, k, v = cast_for_autocast(q, k, v)[1:]
     call, inputs = describe(q, k, v, mask, CallOptions(scale, return_lse=True)._replace(**positions))
-    modified, greatest = _identity if score_mod is None else tile_function(score_mod), dict[Tile, Tensor]()
+    modified = _identity if score_mod is None else tile_function(score_mod)
+    greatest: dict[Block, Tensor] = {}
 
-    def of_tile(scores: Tensor, tile: Tile) -> Tensor:
+    def of_tile(scores: Tensor, tile: Block) -> Tensor:
         scores = modified(scores, tile)
         if want_max:
-            visible = torch.nn.functional.pad(
-                tiles.visible(tile, scores.device), (0, 1)
-            )  # a hidden key more: not empty
+            # One hidden key more, so that there is a greatest score where there is no key.
+            visible = torch.nn.functional.pad(tiles.visible(tile, scores.device), (0, 1))
             shown = torch.nn.functional.pad(scores.detach(), (0, 1)).masked_fill(~visible, -torch.inf)
             greatest[tile] = shown.amax(3)
         return scores
 
-    tiles = Tiles(call, of_tile)
+    tiles = FormulaCall(call, of_tile)
     with without_autocast(device):
         result = tiles.run(inputs)
-    most = torch.cat([greatest[tile] for tile in tiles.tiles], 2) if want_max else None
+    most = torch.cat([greatest[tile] for tile in tiles.blocks], 2) if want_max else None
     return result.output, result.lse if want_lse else None, most
 
 
-def _identity(scores: Tensor, tile: Tile) -> Tensor:
+def _identity(scores: Tensor, tile: Block) -> Tensor:
     return scores
 
 

@@ -27,7 +27,7 @@ from lowtri.integrations.function_mask import FunctionMask, Node, trace
 from lowtri.masks.array_masks import table
 from lowtri.masks.arrays import positions_in_numpy
 from lowtri.masks.formulas import full
-from lowtri.masks.label_masks import check_row_lengths
+from lowtri.masks.label_masks import check_packed_totals
 from lowtri.masks.mask import Mask
 from lowtri.masks.plan import TILE_Q, plan
 from lowtri.masks.positions import default_positions
@@ -86,7 +86,7 @@ def block_mask(
         raise MaskError(f"block_mask: {nq} queries and {nk} keys: there are no blocks. Fix: at least one of each.")
     q, k = _positions("q_positions", q_positions, nq), _positions("k_positions", k_positions, nk)
     if q is None and k is None:
-        check_row_lengths("block_mask", mask, nk)
+        check_packed_totals("block_mask", mask, nk)
     if q is None:
         q = default_positions(mask, nq, nk)[0] if k is None or nq > nk else k[..., nk - nq :]
     device = _device("block_mask", device)
@@ -172,7 +172,8 @@ def mask_of(blocks: BlockMask, shape: tuple[int, int, int, int]) -> Mask:
     """
     if blocks.BLOCK_SIZE == (_NO_BLOCKS, _NO_BLOCKS):
         return full()
-    (rows, heads), (nq, nk) = blocks.kv_num_blocks.shape[:2], shape[2:]
+    rows, heads = blocks.kv_num_blocks.shape[:2]
+    nq, nk = shape[2:]
     if tuple(blocks.seq_lengths) != (nq, nk) or rows not in (1, shape[0]) or heads not in (1, shape[1]):
         made_for = (rows, heads, *blocks.seq_lengths)
         raise CallError(
@@ -248,9 +249,11 @@ def _listed(blocks: BlockMask, counts: Tensor | None, indices: Tensor | None) ->
     visible = np.zeros((*shape, -(-blocks.seq_lengths[1] // blocks.BLOCK_SIZE[1])), bool)
     if counts is not None and indices is not None:
         number, column = counts.cpu().numpy(), indices.cpu().numpy()
-        b, h, row, entry = np.nonzero(np.arange(column.shape[3]) < number[..., None])
-        visible[b, h, row, column[b, h, row, entry]] = True
-    return table(visible[:, 0] if shape[0] > 1 else visible[0, 0]) if shape[1] == 1 else table(visible)
+        listed = np.nonzero(np.arange(column.shape[3]) < number[..., None])  # row, head, block row, place in the list
+        visible[tuple([*listed[:3], column[listed]])] = True
+    if shape[1] > 1:
+        return table(visible)
+    return table(visible[:, 0] if shape[0] > 1 else visible[0, 0])
 
 
 def function_mask(
@@ -277,7 +280,11 @@ def function_mask(
         return visible
 
     rows, heads = (n if traced is None or name in traced.reads else 1 for n, name in zip(shape, "bh", strict=False))
-    batch = (rows, heads) if heads > 1 else (rows,) if rows > 1 else ()
+    batch: tuple[int, ...] = ()
+    if heads > 1:
+        batch = (rows, heads)
+    elif rows > 1:
+        batch = (rows,)
     key = object() if traced is None else traced.program()
     return FunctionMask(key, fn, evaluate, str(device), traced, batch, shape[2:])
 
@@ -285,13 +292,13 @@ def function_mask(
 def _blocks_by_pairs(mask: Mask, nq: int, nk: int, size: tuple[int, int]) -> tuple[Bools, Bools]:
     """The blocks with a visible pair and those with no hidden one, for blocks of any number of queries."""
     rows, columns = -(-nq // size[0]), -(-nk // size[1])
-    batch = (*mask.batch, 1, 1)[:2]
+    batch = (*mask.batch, *[1 for _ in range(2 - len(mask.batch))])  # (B|1, H|1)
     counts = np.zeros((*batch, rows, columns), np.int64)
     strip = max(1, _PAIRS_AT_ONCE // (nk * size[0]))
     for first in range(0, rows, strip):
         q = np.arange(first * size[0], min((first + strip) * size[0], nq))
         for b, h in np.ndindex(*batch):
-            visible = mask.at(b, h)(q[:, None], np.arange(nk)[None, :])
+            visible = mask.for_row(b, h)(q[:, None], np.arange(nk)[None, :])
             by_row = np.add.reduceat(visible, np.arange(0, len(q), size[0]), axis=0, dtype=np.int64)
             counts[b, h, first : first + strip] = np.add.reduceat(by_row, np.arange(0, nk, size[1]), axis=1)
     return counts > 0, counts == size[0] * size[1]

@@ -111,10 +111,9 @@ def tile_function(score_mod: Callable[..., Any]) -> Callable[[Tensor, tuple[int,
         mapped = torch.vmap(mapped, in_dims=(0, *(0 if i == axis else None for i in range(1, 5))))
 
     def apply(scores: Tensor, tile: tuple[int, int, int, int]) -> Tensor:
-        q0, q1, k0, k1 = tile
         if scores.numel() == 0:
             return scores
-        ranges = ((0, scores.shape[0]), (0, scores.shape[1]), (q0, q1), (k0, k1))
+        ranges = ((0, scores.shape[0]), (0, scores.shape[1]), tile[:2], tile[2:])
         with mapped_indexing():
             return mapped(scores, *(torch.arange(*each, device=scores.device) for each in ranges))
 
@@ -130,7 +129,8 @@ class _Steps:
     """
 
     def __init__(self, result: Node) -> None:
-        self.outer, self.inner, self.capped = 1.0, 1.0, False
+        self.outer = self.inner = 1.0
+        self.capped = False
         self.terms: list[tuple[float, Node]] = []
         self.conditions: list[tuple[Node, bool]] = []
         node: Node | None = result
@@ -149,7 +149,8 @@ class _Steps:
         at: int = scored[0]
         other: Any = args[1 - at] if len(args) == 2 else None
         if name == "tanh" and not self.capped:
-            self.outer, self.inner, self.capped = self.inner, 1.0, True
+            self.outer, self.inner = self.inner, 1.0
+            self.capped = True
         elif name in ("mul", "div") and type(other) in (int, float):
             if name == "div" and (at == 1 or not other):
                 return None
@@ -219,15 +220,15 @@ def _expected(recognised: Scores, pairs: list[tuple[int, ...]]) -> tuple[Floats,
             added = _bias_at(recognised.bias, b, h, q, k)
             expected[i] += added
             sizes[i] = abs(added) if math.isfinite(added) else 0.0
-        if recognised.mask is not None and not recognised.mask.at(b, h)(q, k):
+        if recognised.mask is not None and not recognised.mask.for_row(b, h)(q, k):
             expected[i] = -math.inf
     return expected, sizes
 
 
 def _bias_at(bias: Tensor | DistanceBias, b: int, h: int, q: int, k: int) -> float:
     numbers: Tensor = bias.along(q - k, 1) if isinstance(bias, DistanceBias) else bias
-    rows, heads, queries, keys = numbers.shape
-    return float(numbers.detach()[b % rows, h % heads, q % queries, k % keys])
+    place = tuple(index % size for index, size in zip((b, h, q, k), numbers.shape, strict=True))
+    return float(numbers.detach()[place])
 
 
 def _are_near(actual: Tensor, expected: Floats, size: Floats) -> bool:
@@ -292,12 +293,12 @@ def _found_growth(result: Node) -> int | None:
         inputs = [steps[x] for x in nodes_in(node.args)]
         if node.call is None:
             steps[node] = None if node.name == "score" else int(node.name in ("q", "k"))
+        elif None in inputs:
+            steps[node] = None
         elif not any(inputs):
-            steps[node] = None if None in inputs else 0  # a function of what does not change
+            steps[node] = 0  # a function of what does not change
         else:
-            steps[node] = (
-                None if None in inputs else _grown(node, [steps[x] if isinstance(x, Node) else 0 for x in node.args])
-            )
+            steps[node] = _grown(node, [steps[x] if isinstance(x, Node) else 0 for x in node.args])
     return steps[result]
 
 
@@ -307,9 +308,11 @@ def _grown(node: Node, of: list[Any]) -> int | None:
         return of[0] if node.kwargs.get("dtype") in (torch.int64, torch.float32, torch.float64) else None
     if node.kwargs:
         return None
-    first, second = (*of, 0)[:2]
-    if name in ("lt", "le", "gt", "ge", "eq", "ne", "minimum", "maximum"):
-        step = None if first != second else first if name.endswith("mum") else 0
+    first, second = of[0], of[1] if len(of) > 1 else 0
+    if name in ("minimum", "maximum"):
+        step = first if first == second else None
+    elif name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        step = 0 if first == second else None
     elif name == "mul":
         step = next((of[1 - i] * x for i, x in enumerate(node.args) if type(x) is int), None)
     else:

@@ -19,6 +19,7 @@ user_masks  a lowtri mask on a switched model, for one forward or for all
 masks       transformers' mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
 lazy        masks as a tensor subclass without a table
 caching     EvictingCache: a cache for any switched model, which evicts by the mask
+traced_cache  an EvictingCache in programs of torch.compile
 attention   the attention of a layer, eager and under torch.compile and torch.export
 sharded     a model on one process's part of a sequence
 loading     load_model: a model on this disk by its name, switched, and its tokenizer

@@ -21,6 +21,7 @@ from lowtri.integrations.dense_mask import LazyMask, read_dense_mask, read_table
 from lowtri.integrations.transformers.lazy import LazyMaskTensor, TraceableMaskTensor
 from lowtri.integrations.transformers.packing import TOLD, documents_in_graph, documents_of_layer
 from lowtri.integrations.transformers.sharded import attend_sharded
+from lowtri.integrations.transformers.traced_cache import TRACED, attend_traced
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.ops.call import CallOptions
@@ -102,10 +103,18 @@ def attend(
         attention_mask = attention_mask._table  # which the program holds instead
     rows, _, nq, _ = query.shape
     key_rows, _, nk, _ = key.shape
-    has_others = attention_mask is not None or dropout or not _OTHERS.isdisjoint(others) or collects_attentions()
+    has_others = (
+        attention_mask is not None
+        or TRACED.layer is not None
+        or dropout
+        or not _OTHERS.isdisjoint(others)
+        or collects_attentions()
+    )
     if has_others or rows < key_rows or 1 < nq != nk:
         of_few = {name: others.pop(name) for name in _OF_FEW_MODELS if name in others}
         options = _Options(dropout, scaling, is_causal, softcap, s_aux, engine, **of_few)
+        if TRACED.layer is not None:
+            return _attend_in_program(module, query, key, value, options, others)
         if isinstance(attention_mask, LazyMaskTensor) and attention_mask.lazy.cache is not None:
             return _attend_in_cache(module, query, key, attention_mask.lazy, options, others)
         return _attend_with(module, query, key, value, attention_mask, options, others)
@@ -126,13 +135,25 @@ def _attend_in_cache(
     others: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """:func:`attend` over an EvictingCache, which has returned the keys."""
+    output: Tensor = lazy.cache.attend(module, lazy, query, key, _options_in_cache(module, options, others))
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_in_program(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, options: _Options, others: dict[str, Any]
+) -> tuple[Tensor, None]:
+    """:func:`attend` over an EvictingCache while a program is traced."""
+    output = attend_traced(query, key, value, _options_in_cache(module, options, others))
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _options_in_cache(module: Any, options: _Options, others: dict[str, Any]) -> CallOptions:
+    """The options of a call over an EvictingCache; what it does not compute raises."""
     has_more = options[_FIRST_OF_FEW:] != _NONE_OF_FEW or not _OTHERS.isdisjoint(others)
     if has_more or options.dropout or collects_attentions():
         _reject_in_cache(module, options, others)
     sinks = None if options.s_aux is None else options.s_aux.reshape(-1)
-    call_options = CallOptions(options.scaling, options.softcap, sinks=sinks, engine=options.engine)
-    output: Tensor = lazy.cache.attend(module, lazy, query, key, call_options)
-    return output.transpose(1, 2).contiguous(), None
+    return CallOptions(options.scaling, options.softcap, sinks=sinks, engine=options.engine)
 
 
 def _reject_in_cache(module: Any, options: _Options, others: dict[str, Any]) -> None:

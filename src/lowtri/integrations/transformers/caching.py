@@ -19,8 +19,10 @@ from torch import Tensor
 
 from lowtri.errors import CallError
 from lowtri.generation.cache import KVCache
+from lowtri.generation.layers import Layer
 from lowtri.integrations.dense_mask import LazyMask
 from lowtri.integrations.transformers.masks import without_shift
+from lowtri.integrations.transformers.traced_cache import append_keys, new_state
 from lowtri.integrations.transformers.user_masks import check_switched, unwrapped
 from lowtri.masks.formulas import causal, window
 from lowtri.masks.label_masks import chunks
@@ -50,7 +52,8 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
     Pass it as ``cache`` (before transformers 5.24 ``past_key_values``) to the model, to its ``generate`` in every way of generating,
     or to :func:`lowtri.generate`. The keys that it holds are those that a later query can still see, under any mask; layers with
     the same mask share their slots. Positions count from the first real token of each row, so left-padded rows keep what they would
-    keep alone. It can be copied and pickled.
+    keep alone. It can be copied and pickled. Under ``torch.compile``, also with ``fullgraph=True``, one program serves the prompt and
+    one all tokens.
 
     Args:
         model: as :func:`switch` returns it. Its mask of :func:`use` evicts, in every layer; without one its own masks do, layer by
@@ -71,12 +74,18 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         super().__init__(layers=[])
         inner = unwrapped(model)
         check_switched(inner, _NAME)
-        mask: Mask | None = inner.lowtri_setting.mask
+        self.mask: Mask | None = inner.lowtri_mask.mask  # of all layers; None: each has its own
         self._capacity = capacity
         self._block = block
         self._rewind = rewind
-        self._masks = [mask] if mask is not None else _own_masks(inner)  # of the layers; one for all
+        self._masks = _own_masks(inner) if self.mask is None else [self.mask]  # of the layers; one for all
+        self._new_state()
         self._begin_anew()
+
+    def _new_state(self) -> None:
+        self._state = new_state(self)
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be changed outside of it
+            self.state = torch.from_numpy(self._state)  # of the operators in compiled programs, with the same memory
 
     def _new_cache(self, mask: Mask) -> KVCache:
         fixed = self._capacity is not None
@@ -93,6 +102,7 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         self._records = False  # whether all tokens since the last crop can be removed
         self._since_crop = 0  # tokens
         self._returned: dict[int, tuple[int, Tensor]] = {}  # by the id of keys: the layer to which they were returned
+        self.has_attended = False  # whether a layer of the newest forward has
         self._unread: set[int] = set()  # layers of the forward that runs which have not attended yet
         self._known: dict[int, Mask] = {}  # the mask with which each layer has attended
 
@@ -105,7 +115,9 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
             attention_mask: (B, length + n), 0 at padding, or None.
         """
         self._unread.clear()
+        self.has_attended = False
         self._coming = n
+        self._state[1] = self._length  # a program may be part of the forward
         self._positions = None
         if self._records:
             for kv in self._caches.values():
@@ -118,6 +130,18 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
             raise CallError(
                 f"{_NAME}: it holds padded rows, but the forward has no attention_mask.\nFix: attention_mask of all tokens so far."
             )
+
+    def check_mask(self, mask: Mask | None) -> None:
+        """Raise unless this mask of all layers, None for the model's own, is that by which the cache evicts."""
+        if mask is self.mask:
+            return
+        if mask is None or self.mask is None or not _alike(mask, self.mask):
+            now, evicts = ("the model's own masks" if x is None else repr(x) for x in (mask, self.mask))
+            raise CallError(
+                f"{_NAME}: the forward has {now}, but the cache evicts by {evicts}.\n"
+                "Fix: a new cache after use(model, mask=...), and no other mask in a forward."
+            )
+        self.mask = mask  # the same object, so that no program asks again
 
     def _check_padding(self, rows: int, n: int, attention_mask: Any) -> None:
         if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
@@ -164,8 +188,13 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
                     "Fix: a new cache after use(model, mask=...), and no other mask in a forward."
                 )
             self._known[layer] = lazy.mask
+        return self.attend_stored(query, layer, options)
+
+    def attend_stored(self, query: Tensor, layer: int, options: CallOptions) -> Tensor:
+        """:meth:`attend` in a layer whose tokens are stored, under the cache's own mask."""
         self._unread.discard(layer)
-        output: Tensor = kv.attend_appended(query, layer, options)
+        self.has_attended = True
+        output: Tensor = self._of_layer(layer).attend_appended(query, layer, options)
         return output
 
     def end(self) -> None:
@@ -185,11 +214,26 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of a layer's new tokens; return all slots, which lowtri's attention knows how to read."""
+        """Append the keys and values of a layer's new tokens; return all slots, which lowtri's attention knows how to read.
+
+        In a compiled program, it returns the new tokens, which the attention appends.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            self._refuse_gradients(key_states)
+            return append_keys(key_states, value_states, layer_idx)
+        buffers = self.store(key_states, value_states, layer_idx)
+        self._returned[id(buffers.keys)] = layer_idx, buffers.keys
+        return buffers.keys, buffers.values
+
+    def _refuse_gradients(self, key_states: Tensor) -> None:
         if key_states.requires_grad and torch.is_grad_enabled():
             raise CallError(
                 f"{_NAME}: it records no gradients.\nFix: with torch.no_grad(); or use_cache=False in training."
             )
+
+    def store(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> Layer:
+        """Append the keys and values of a layer's new tokens, and return the buffers of the layer."""
+        self._refuse_gradients(key_states)
         coming = self._coming
         if coming is None:
             raise CallError(
@@ -204,16 +248,17 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         if len(self.layers) <= layer_idx:
             layers: list[Any] = self.layers
             layers += [_Layer(self, index) for index in range(len(layers), layer_idx + 1)]
-        self._returned[id(buffers.keys)] = layer_idx, buffers.keys
         self._unread.add(layer_idx)
-        return buffers.keys, buffers.values
+        return buffers
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens it has seen, evicted ones and padding included."""
-        return self._length
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """How many tokens it has seen, evicted ones and padding included: an int, in a compiled program a tensor."""
+        return self.state[1].clone() if torch.compiler.is_dynamo_compiling() else self._length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """How many columns a forward's mask has, and the first of them."""
+        if torch.compiler.is_dynamo_compiling():
+            return query_length, 0  # its layers read no mask
         return self._length + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -234,20 +279,27 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
             raise CallError(f"crop: got {tokens_to_remove}, but the cache has {self._length} tokens.\nFix: reset().")
         if left < self._length:
             ends: Any = left
-            if self._valid is not None:
-                self._valid = self._valid[:, :left]
-                ends = left - _pads(self._valid)
-            for kv in self._caches.values():
+            valid = self._valid
+            if valid is not None:
+                valid = valid[:, :left]
+                ends = left - _pads(valid)
+            caches = self._caches.values()
+            for kv in caches:
+                kv.check_crop(ends)  # all, before one is changed
+            for kv in caches:
                 kv.crop(ends)
+            self._valid = valid
             self._length = left
         self._since_crop = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i continues from row ``beam_idx[i]``."""
         rows = beam_idx.cpu().numpy()
-        for kv in self._caches.values():
-            if kv.length:
-                kv.reorder(rows)
+        filled = [kv for kv in self._caches.values() if kv.length]
+        for kv in filled:
+            kv.check_reorder(rows)  # all, before one is changed
+        for kv in filled:
+            kv.reorder(rows)
         if self._valid is not None:
             self._valid = self._valid[rows]
         self._returned.clear()
@@ -327,7 +379,13 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         return "".join(kv._repr_html_() for kv in self._caches.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_returned": {}, "_unread": set(), "_known": {}}
+        kept = {**self.__dict__, "_returned": {}, "_unread": set(), "_known": {}}
+        del kept["state"], kept["_state"]
+        return kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._new_state()
 
 
 class _Layer:

@@ -28,6 +28,7 @@ from lowtri.integrations.function_mask import FunctionMask, trace
 from lowtri.integrations.transformers.lazy import LazyMaskTensor, TraceableMaskTensor
 from lowtri.integrations.transformers.packing import Packing
 from lowtri.integrations.transformers.sharded import mask_of_plan
+from lowtri.integrations.transformers.traced_cache import TRACED
 from lowtri.integrations.transformers.user_masks import check_cache, current_forward
 from lowtri.masks.array_masks import Keys
 from lowtri.masks.arrays import FrozenArray
@@ -71,6 +72,8 @@ def make_mask(
     """
     numbers = getattr(config, "model_type", None) in _NEED_ADDITIVE
     traced = torch.compiler.is_compiling()
+    if traced and TRACED.cache is not None:
+        return None  # its operators know the mask
     forward = None if traced else current_forward(config)
     if numbers and forward is not None and forward.required:
         raise CallError(
@@ -97,7 +100,7 @@ def make_mask(
     context = None if forward is None else forward.context
     packing = None
     if forward is not None:
-        forward.made_mask = True
+        forward.mask_was_built = True
         pattern = forward.mask
         packing = (
             None if forward.crosses and _is_known(mask_function, "bidirectional_mask_function") else forward.packing
@@ -121,10 +124,12 @@ def make_mask(
         forward is None or forward.cache is None
     ):  # which has positions without padding
         mask = join(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
-    remake = partial(make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask)
-    remake = partial(remake, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
+    materialize = partial(
+        make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask
+    )
+    materialize = partial(materialize, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
     cache = None if forward is None else forward.cache
-    lazy = LazyMask(mask, q0, q_length, k0, kv_length, remake, context, packed=forward is not None, cache=cache)
+    lazy = LazyMask(mask, q0, q_length, k0, kv_length, materialize, context, packed=forward is not None, cache=cache)
     heads = mask.batch[1] if len(mask.batch) > 1 else 1
     kind = TraceableMaskTensor if q_length * kv_length <= _PAIRS_OF_A_PROGRAM else LazyMaskTensor
     return kind(lazy, (batch_size, heads, q_length, kv_length), device)
@@ -339,10 +344,10 @@ class RemappedMask(Mask):
         # Intervals may contain positions that do not occur; what is true of all of them is still true of those that do.
         return self.inner._sees(self._range_min_max[q], self._range_min_max[k])
 
-    def _at(self, b: int, h: int) -> Mask:
+    def _for_row(self, b: int, h: int) -> Mask:
         positions = np.atleast_2d(self.positions.array)
         inner_rows = self.inner.batch[0] if self.inner.batch else 1
-        return RemappedMask(self.inner.at(b % inner_rows, h), FrozenArray(positions[b % len(positions)]))
+        return RemappedMask(self.inner.for_row(b % inner_rows, h), FrozenArray(positions[b % len(positions)]))
 
     def __repr__(self) -> str:
         return f"moved({self.inner!r}, {self.positions})"
@@ -361,7 +366,7 @@ class ShiftedMask(Mask):
     def _sees(self, q: Index, k: Index) -> Any:
         return self.inner._sees(q + self.by[0], k + self.by[0])
 
-    def _at(self, b: int, h: int) -> Mask:
+    def _for_row(self, b: int, h: int) -> Mask:
         return ShiftedMask(self.inner, (self.by[b],))
 
     def __repr__(self) -> str:

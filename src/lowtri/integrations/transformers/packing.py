@@ -300,7 +300,11 @@ def _real(mask: Any, rows: int, n: int) -> NDArray[np.bool_]:
     if isinstance(mask, dict):
         mask = next(iter(mask.values()), None)
     if isinstance(mask, LazyMaskTensor):
-        mask = None if mask.lazy.remake is None else getattr(mask.lazy.remake, "keywords", {}).get("attention_mask")
+        mask = (
+            None
+            if mask.lazy.materialize is None
+            else getattr(mask.lazy.materialize, "keywords", {}).get("attention_mask")
+        )
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < n:
         return np.ones((rows, n), np.bool_)
     return np.broadcast_to(np.asarray(mask[:, :n].cpu() != 0), (rows, n))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtri.compat.transformers_private import attention_name, has_interface, set_attention_name, split_heads
 from lowtri.errors import EngineError
-from lowtri.integrations.replaced_class import Replaced, replace_forward
+from lowtri.integrations.replaced_class import SwappedForward, replace_forward
 from lowtri.integrations.transformers.attention import attend
 from lowtri.integrations.transformers.masks import make_mask
 from lowtri.integrations.transformers.user_masks import add_hooks, unwrapped
@@ -138,12 +138,12 @@ def _switch_falcon(model: Any, name: str) -> None:
             'switch: this Falcon was built for flash attention. Fix: load it with attn_implementation="eager".'
         )
     for layer in layers:
-        if not isinstance(layer, Replaced):
+        if not isinstance(layer, SwappedForward):
             replace_forward(layer, _FalconAttention)
     set_attention_name(model, name)
 
 
-class _FalconAttention(Replaced):
+class _FalconAttention(SwappedForward):
     def forward(
         self: Any,
         hidden_states: Tensor,

@@ -42,6 +42,7 @@ from lowtri.integrations.transformers.packing import (
     remember,
 )
 from lowtri.integrations.transformers.sharded import check_sharded, shard_arguments
+from lowtri.integrations.transformers.traced_cache import TRACED, begin_forward, end_forward, packed_rows
 from lowtri.masks.formulas import first
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import as_mask
@@ -54,7 +55,7 @@ M = TypeVar("M")
 
 
 @dataclass(eq=False)
-class Setting:
+class ModelMask:
     """What :func:`use` has set; shared by a model and the models inside it. A deep copy of the model gets its own."""
 
     mask: Mask | None = None
@@ -62,8 +63,8 @@ class Setting:
     applied: bool = False  # whether a forward has had a mask; until then torch.compile traces the hooks
     first_positions: frozenset[int] | None = None  # with which a document may begin
 
-    def __deepcopy__(self, memo: Any) -> Setting:
-        return Setting(self.mask, self.context)  # which has process groups: they cannot be copied
+    def __deepcopy__(self, memo: Any) -> ModelMask:
+        return ModelMask(self.mask, self.context)  # which has process groups: they cannot be copied
 
 
 @dataclass(eq=False)
@@ -78,10 +79,10 @@ class Forward:
     packing: Packing | None = None
     named: dict[str, Any] = field(default_factory=dict)  # the arguments, by name
     cache: Any = None  # an EvictingCache
-    made_mask: bool = False
+    mask_was_built: bool = False
 
     @property
-    def own(self) -> bool:
+    def has_own_attention(self) -> bool:
         """Whether it is the model's own, with nothing set."""
         return self.mask is None and self.context is None and self.packing is None and self.cache is None
 
@@ -171,8 +172,10 @@ def use(model: M, mask: Mask | str | None = None, *, context_parallel: ContextPa
     if context_parallel is not None:
         check_sharded(inner, context_parallel, checked)
     add_hooks(inner)
-    setting: Setting = inner.lowtri_setting
-    setting.mask, setting.context, setting.applied = checked, context_parallel, False
+    setting: ModelMask = inner.lowtri_mask
+    setting.mask = checked
+    setting.context = context_parallel
+    setting.applied = False
     return model
 
 
@@ -180,11 +183,11 @@ def add_hooks(model: Any) -> None:
     """Let the forward of a model, and of the models inside it, take masks; once for each."""
     from transformers import PreTrainedModel
 
-    setting = getattr(model, "lowtri_setting", None) or Setting()
+    setting = getattr(model, "lowtri_mask", None) or ModelMask()
     inside = [part for part in model.modules() if isinstance(part, PreTrainedModel) and _is_text(part.config, model)]
     for part in (model, *inside):
-        if not hasattr(part, "lowtri_setting"):
-            part.lowtri_setting = setting
+        if not hasattr(part, "lowtri_mask"):
+            part.lowtri_mask = setting
             part.register_forward_pre_hook(_before, with_kwargs=True)
             part.register_forward_hook(_after, with_kwargs=True, always_call=True)
 
@@ -206,10 +209,14 @@ def _place_of_mask(forward: Any) -> int:
 
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Begin a forward, whose mask may be among its arguments."""
-    setting = model.lowtri_setting
+    setting = model.lowtri_mask
     own = setting.mask is None and setting.context is None
     own = own and not isinstance(kwargs.get("attention_mask"), _MASKS) and not (args and _has_mask(args))
-    own = own and _evicting_cache(kwargs) is None
+    evicting = _evicting_cache(kwargs)
+    if evicting is not None and torch.compiler.is_dynamo_compiling() and setting.context is None:
+        begin_forward(model, evicting, args, kwargs)
+        return None
+    own = own and evicting is None
     if own and torch.compiler.is_compiling():
         _check_traced_positions(model, kwargs)
         return None
@@ -237,7 +244,10 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
 def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
     """End the forward; it has raised if there is no output."""
     if torch.compiler.is_compiling():
-        running = model.lowtri_setting.applied
+        if _evicting_cache(kwargs) is not None:
+            end_forward(model)
+            return
+        running = model.lowtri_mask.applied
     else:
         running = _current.get() is not None
     if running:
@@ -250,7 +260,7 @@ def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outer = outer.outer  # KeyboardInterrupt ended that forward without its hook
     if outer is not None and _is_text(model.config, outer.model) and any(x is model for x in outer.model.modules()):
         return None  # a part of the model that runs
-    context: ContextParallel | None = model.lowtri_setting.context
+    context: ContextParallel | None = model.lowtri_mask.context
     if context is None:
         return _arguments(model, args, kwargs, outer)
     try:
@@ -264,8 +274,10 @@ def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Forward | None) -> Any:
     """Make this forward the current one; its arguments without its mask, and for the tokens of this process."""
-    setting: Setting = model.lowtri_setting
-    mask, given, kwargs = setting.mask, kwargs.get("attention_mask"), dict(kwargs)
+    setting: ModelMask = model.lowtri_mask
+    mask = setting.mask
+    given = kwargs.get("attention_mask")
+    kwargs = dict(kwargs)
     if len(args) > 1:
         place = _place_of_mask(type(model).forward)
         given = args[place] if place < len(args) else given
@@ -287,9 +299,11 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer:
         _begin_in_cache(forward)
     setting.applied |= mask is not None or setting.context is not None
     _current.set(forward)
-    if not forward.own and isinstance(made := kwargs.get("attention_mask"), dict | LazyMaskTensor):  # by generate
+    if not forward.has_own_attention and isinstance(
+        made := kwargs.get("attention_mask"), dict | LazyMaskTensor
+    ):  # by generate
         try:
-            kwargs["attention_mask"] = _remade(made)
+            kwargs["attention_mask"] = _materialized_for_forward(made)
         except Exception:
             _current.set(outer)
             raise
@@ -299,10 +313,8 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer:
 def _begin_in_cache(forward: Forward) -> None:
     """Let an EvictingCache know where the tokens of a forward stand."""
     if forward.packing is not None:
-        raise CallError(
-            f"EvictingCache: got {forward.packing.told_by} of packed rows.\n"
-            'Fix: use(model, mask=documents(lengths=[...], open_end=True, inner="causal")) before the cache is made.'
-        )
+        raise packed_rows(forward.packing.told_by)
+    forward.cache.check_mask(forward.mask)
     taken = forward.cache_argument
     if taken != "cache" and forward.named.get("cache") is forward.cache:  # which this forward would pass over
         raise CallError(
@@ -310,13 +322,14 @@ def _begin_in_cache(forward: Forward) -> None:
         )
     tokens = next(x for x in map(forward.named.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
     forward.cache.begin(tokens.shape[0], tokens.shape[1], forward.named.get("attention_mask"))
+    TRACED.begin(forward.model, forward.cache)  # a program may be a part of this forward
 
 
-def _remade(made: Any) -> Any:
+def _materialized_for_forward(made: Any) -> Any:
     """Masks that were made before the forward began, made for the forward; a dictionary has one for each kind of layer."""
     if isinstance(made, dict):
-        return {name: _remade(x) for name, x in made.items()}
-    return made.lazy.remake() if isinstance(made, LazyMaskTensor) and made.lazy.remake is not None else made
+        return {name: _materialized_for_forward(x) for name, x in made.items()}
+    return made.lazy.materialize() if isinstance(made, LazyMaskTensor) and made.lazy.materialize is not None else made
 
 
 def _end(model: Any, output: Any) -> None:
@@ -327,9 +340,12 @@ def _end(model: Any, output: Any) -> None:
     unused, name = None, type(model).__name__
     if output is not None and forward.packing is not None:
         _remember(forward, output)
-    if output is not None and forward.cache is not None:
-        forward.cache.end()
-    if output is not None and forward.required and not forward.made_mask:
+    if forward.cache is not None:
+        TRACED.end()
+        if output is not None:
+            forward.cache.end()
+    made = forward.mask_was_built or (forward.cache is not None and forward.cache.has_attended)
+    if output is not None and forward.required and not made:
         applied = "context_parallel" if forward.mask is None else repr(forward.mask)
         if forward.packing is not None and forward.mask is None:
             applied = repr(forward.packing.mask)
@@ -379,7 +395,7 @@ def _packing(model: Any, named: Mapping[str, Any], mask: Mask | None) -> Packing
 
 def _first_positions(model: Any) -> frozenset[int]:
     """The positions with which a document may begin: 0; where padding has a position of its own, the one after it."""
-    setting: Setting = model.lowtri_setting
+    setting: ModelMask = model.lowtri_mask
     if setting.first_positions is None:
         found = {0}
         for name, part in model.named_modules():

@@ -26,7 +26,7 @@
       this.thumbs.style.setProperty("--layers", layers);
       for (let layer = 0; layer < layers; layer++) {
         for (let head = 0; head < heads; head++) {
-          const name = t("models.thumb", { l: layer + 1, h: head + 1 });
+          const name = t("models.thumb", { l: layer, h: head });
           this.thumbs.append(el("button", { type: "button", "aria-label": name, title: name, onclick: () => this.open(layer, head) }, el("canvas")));
         }
       }
@@ -135,7 +135,7 @@
     says(weights) {
       const { ids, characters } = this.live;
       const next = given(weights, 1);
-      const parts = [t("live.head", { l: this.layer + 1, h: this.head + 1, n: this.count })];
+      const parts = [t("live.head", { l: this.layer, h: this.head, n: this.count })];
       if (next > PEEKS) parts.push(t("live.peek", { share: Lesson.percent(next) }));
       if (this.row !== null) {
         const place = this.from + this.row;
@@ -144,7 +144,7 @@
         parts.push(t("live.row", { q: Lesson.shownCharacter(characters[ids[place]]), list }));
       }
       this.live.note("map", parts.join(" "));
-      this.canvas.setAttribute("aria-label", t("models.thumb", { l: this.layer + 1, h: this.head + 1 }));
+      this.canvas.setAttribute("aria-label", t("models.thumb", { l: this.layer, h: this.head }));
     }
   };
 })();

@@ -1,0 +1,209 @@
+"""Dropout, weights and what keys received inside of a program: whole, with the numbers and gradients of the call outside of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import draw
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import lowtri
+from lowtri import attention
+from lowtri.dispatch import prepared
+
+pytestmark = [
+    pytest.mark.not_emulated,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler looks at every tensor it meets
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # inductor imports it
+]
+
+BACKENDS = ["eager", "aot_eager", "inductor"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": 0.4},
+    "dropout by the formula": {"dropout": 0.4, "engine": "formula"},
+    "dropout by the definition": {"dropout": 0.4, "engine": "reference"},
+    "weights": {"return_weights": True},
+    "received": {"return_received": True},
+    "all": {"dropout": 0.3, "return_weights": True, "return_received": True, "return_lse": True},
+    "all, with a bias": {"dropout": 0.3, "return_weights": True, "return_lse": True, "bias": torch.linspace(-1, 1, 20)},
+}
+
+
+def leaves(nq: int = 20, nk: int = 20, seed: int = 0) -> list[torch.Tensor]:
+    return [x.requires_grad_() for x in draw(nq=nq, nk=nk, d=16, dv=16, seed=seed)]
+
+
+def compiled(fn: Any, backend: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(fn, backend=backend, fullgraph=True)
+
+
+def results_of(
+    fn: Any, inputs: list[torch.Tensor], seed: int = 3
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """All results, and the gradients of what may be differentiated of them."""
+    torch.manual_seed(seed)
+    results = fn(*inputs)
+    results = list(results) if isinstance(results, tuple) else [results]
+    n = inputs[1].shape[2]
+    received_has_none = [x for x in results if x.requires_grad and x.shape[-2:] != (4, n)]
+    loss = torch.stack([x.sin().sum() for x in received_has_none]).sum()
+    return results, torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_results_and_gradients_are_those_outside(name: str, backend: str) -> None:
+    """At the first, second and third call: the same seed gives the same bits; another one drops other weights."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, "causal & window(9)", **OPTIONS[name])
+
+    program = compiled(fn, backend)
+    for call in range(3):
+        inputs = leaves(seed=call)
+        found, right = results_of(program, inputs, call), results_of(fn, inputs, call)
+        assert len(found[0]) == len(right[0])
+        for a, b in zip(found[0], right[0], strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(found[1], right[1], strict=True):
+            assert (a - b).abs().max() <= 16 * torch.finfo(b.dtype).eps * b.abs().max()
+        if "dropout" in OPTIONS[name]:
+            assert not torch.equal(found[0][0], results_of(program, inputs, call + 9)[0][0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_equal_calls_of_a_program_drop_other_weights(backend: str) -> None:
+    """As R-Drop trains: the compiler may not join two equal calls, and draws their seeds in their order."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, "causal", dropout=0.5), attention(q, k, v, "causal", dropout=0.5)
+
+    inputs = leaves()
+    program = compiled(fn, backend)
+    (first, second), grads = results_of(program, inputs)
+    right, right_grads = results_of(fn, inputs)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, right[0]) and torch.equal(second, right[1])
+    for a, b in zip(grads, right_grads, strict=True):
+        assert (a - b).abs().max() <= 16 * torch.finfo(b.dtype).eps * b.abs().max()
+
+
+def test_the_gradients_of_dropout_are_those_of_finite_differences() -> None:
+    inputs = [x.detach().double().requires_grad_() for x in leaves(5, 7)]
+    program = compiled(lambda q, k, v: attention(q, k, v, "causal", dropout=0.4), "aot_eager")
+
+    def seeded(*arrays: torch.Tensor) -> Any:
+        torch.manual_seed(1)
+        return program(*arrays)
+
+    torch.autograd.gradcheck(seeded, inputs)
+
+
+def load_as_at_first() -> None:
+    """Nothing that the first call outside of a program binds is bound."""
+    prepared._tensor_signature = prepared._load_tensor_signature
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_may_vary(backend: str) -> None:
+    """In one program, also where it is compiled before any other call, and calls outside follow."""
+
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, "causal", dropout=0.2, return_weights=True)
+
+    load_as_at_first()
+    counter = CompileCounterWithBackend(backend)
+    program = compiled(fn, counter)
+    for n in (30, 31, 45):
+        inputs = leaves(n, n)
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 2)
+        found, grads = results_of(program, inputs)
+        right, right_grads = results_of(fn, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True)), n
+        for a, b in zip(grads, right_grads, strict=True):
+            assert (a - b).abs().max() <= 16 * torch.finfo(b.dtype).eps * b.abs().max()
+    assert counter.frame_count == 1
+
+
+def test_a_checkpoint_inside_of_the_program_drops_the_same_weights_again() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return checkpoint(lambda *x: attention(*x, "causal", dropout=0.5).sin(), q, k, v, use_reentrant=False)
+
+    inputs = leaves()
+    found, right = results_of(compiled(fn, "aot_eager"), inputs), results_of(fn, inputs)
+    assert torch.equal(found[0][0], right[0][0])
+    for a, b in zip(found[1], right[1], strict=True):
+        assert (a - b).abs().max() <= 16 * torch.finfo(b.dtype).eps * b.abs().max()
+
+
+def test_an_exported_program_draws_anew_in_each_call() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, "causal", dropout=0.5, return_received=True)
+
+    inputs = [x.detach() for x in leaves()]
+    program = torch.export.export(Module(), tuple(inputs)).module()
+    torch.manual_seed(0)
+    first, second = program(*inputs), program(*inputs)
+    torch.manual_seed(0)
+    for found in (first, second):
+        right = Module()(*inputs)
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    assert not torch.equal(first[0], second[0])
+
+
+def test_an_exported_program_can_be_trained_where_its_example_was_not() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, "causal")
+
+    for strict in (True, False):
+        program = torch.export.export(Module(), tuple(x.detach() for x in leaves()), strict=strict).module()
+        inputs = leaves(seed=1)
+        found, right = results_of(program, inputs), results_of(Module(), inputs)
+        for a, b in zip(found[1], right[1], strict=True):
+            assert (a - b).abs().max() <= 16 * torch.finfo(b.dtype).eps * b.abs().max()
+
+
+def test_torchs_own_dropout_is_repeatable_by_name() -> None:
+    """It draws numbers of its own, from a seed of the call: the same again, forward and backward."""
+    program = compiled(lambda q, k, v: attention(q, k, v, "causal", dropout=0.5, engine="sdpa"), "aot_eager")
+    inputs = leaves()
+    first, second = results_of(program, inputs), results_of(program, inputs)
+    assert torch.equal(first[0][0], second[0][0])
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+    torch.manual_seed(3)
+    total = program(*inputs).sum()
+    (d_v,) = torch.autograd.grad(total, inputs[2])
+    assert (total - (d_v * inputs[2]).sum()).abs() < 1e-3  # linear in v, by the weights that the output has
+
+
+def test_a_call_without_gradients_has_no_layer_for_them() -> None:
+    """The operator without autograd, unless a gradient may be recorded."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    program = torch.compile(lambda q, k, v: attention(q, k, v, "causal"), backend=backend, fullgraph=True)
+    inputs = leaves()
+    program(*(x.detach() for x in inputs))
+    with torch.no_grad():
+        program(*inputs)
+    program(*inputs)
+    names = [str(node.target) for graph in graphs for node in graph.graph.nodes if "lowtri" in str(node.target)]
+    assert names == ["lowtri.attention_forward.default"] * 2 + ["lowtri.attention.default"]
+
+
+def test_received_weights_have_no_gradient_in_a_program() -> None:
+    program = compiled(lambda q, k, v: attention(q, k, v, "causal", return_received=True), "aot_eager")
+    output, received = program(*leaves())
+    assert output.requires_grad and not received.requires_grad
+    assert lowtri.attention is attention
