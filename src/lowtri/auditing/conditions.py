@@ -39,7 +39,6 @@ class ConditionKind:
     skipped_after: tuple[str, ...] = ()
     same_outputs: bool = False  # as without the condition; others are a warning
     first: bool = False  # whether nothing is run after the first leak
-    optional: bool = False  # run only where it is asked for
 
     def run(self, context: Context, chosen: Sequence[Probe]) -> tuple[list[ProbeResult], list[str]]:
         """One result for each condition of this kind and each probe, and notes."""
@@ -309,6 +308,5 @@ KINDS: tuple[ConditionKind, ...] = (  # in the order in which they run
         "leaks that the compiler makes",
         (change,),  # the backward pass would be compiled as well, which takes minutes
         _compiled,
-        optional=True,
     ),
 )

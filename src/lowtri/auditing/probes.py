@@ -275,7 +275,7 @@ def _poisoned(context: Context, where: Bools, value: float) -> Rows | None:
 
 @probe(
     "sensitivity",
-    "searches the recordings of the earlier probes for visible inputs that no output reacts to",
+    "lists visible inputs that affect no output, from what the earlier probes recorded",
     "the opposite fault, as a warning: an input that the mask shows and no output uses",
     needs="float outputs",
 )

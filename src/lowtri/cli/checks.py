@@ -178,9 +178,9 @@ def verify(
     """lowtri verify my_kernel.py:attend --signature flash
     lowtri verify my_kernel.py:attend --signature flash --dtypes float32 --cases window
 
-    Calls the function with masks, sizes, options and garbage of many kinds, and compares what it returns with the definition
-    of attention in float64. Where they differ by more than rounding, the well-known mistake that gives the same numbers is
-    named; otherwise the places that differ, and the smallest sizes that show it.
+    Calls the function with many masks, shapes and options, and with NaN in hidden positions, and compares what it returns with
+    the definition of attention in float64. Where they differ by more than rounding, the well-known mistake that gives the same
+    numbers is named; otherwise the places that differ, and the smallest sizes that show it.
 
     Exit codes: 0 right, 1 wrong or right for finite inputs alone, 3 could not decide.
     """
