@@ -16,7 +16,6 @@ REPLACED = {
         "CacheTile": "DecodeShape",
         "GRAIN": "WORK_PER_THREAD",
         "PORTION": "L1_VALUE_BYTES",
-        "Positions": "Placement, or Index",
         "Replaced": "SwappedForward",
         "System": "ModelUnderTest",
         "Trial": "Probe, or Comparison",
@@ -46,6 +45,7 @@ REPLACED = {
         "_in_four": "to_4d",
         "_without_holes": "clear_padding",
     },
+    "src/": {"Positions": "Placement, or Index"},
     "src/lowtri/masks/": {"at": "for_row", "_at": "_for_row", "row_lengths": "packed_totals"},
     "src/lowtri/generation/": {
         "floor": "least_capacity",

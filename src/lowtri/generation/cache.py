@@ -419,16 +419,17 @@ class KVCache:
 
     def _for_this_call(self, mask: Mask | str) -> Mask:
         """The mask of the newest tokens alone; a tree with nothing else said stands after the text, under the cache's mask."""
-        given, newest = as_mask(mask), self._slots.last_positions
+        given = as_mask(mask)
+        last_positions = self._slots.last_positions
         if isinstance(given, Tree) and given.inner == causal() and given.starts == (0,):
-            if newest.size and not np.all(np.diff(newest, axis=1) == 1):
+            if last_positions.size and not np.all(np.diff(last_positions, axis=1) == 1):
                 raise CallError("attend: the drafts of a tree stand at consecutive positions.\nFix: no positions=.")
-            if given.parents.array.shape[-1] != newest.shape[1]:
+            if given.parents.array.shape[-1] != last_positions.shape[1]:
                 raise CallError(
-                    f"attend: the tree has {given.parents.array.shape[-1]} drafts, but {newest.shape[1]} tokens are appended.\n"
+                    f"attend: the tree has {given.parents.array.shape[-1]} drafts, but {last_positions.shape[1]} tokens are appended.\n"
                     "Fix: a token for each draft."
                 )
-            starts = newest[:, 0].tolist()
+            starts = last_positions[:, 0].tolist()
             return Tree(given.parents, (starts[0],) if len(set(starts)) == 1 else tuple(starts), self.mask)
         if given != self.mask and self.evicted:
             self._check_nothing_evicted(given)

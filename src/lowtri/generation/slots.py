@@ -123,13 +123,16 @@ class SlotAllocator:
 
     def _find_visible_slots(self, n: int) -> Placement:
         """What the queries of the last ``n`` tokens read: all slots where keys are evicted, so that the number is constant."""
-        top, q = self.used_end, self.last_positions
-        if not self._gaps and len(self.next) == 1 and self.next.item() == top:
-            return Placement(top, None, None, (top - n, top - 1, 0, top - 1))  # attention's defaults: cheaper
-        span = self.capacity if self.evicted else top
+        used_end = self.used_end
+        q = self.last_positions
+        if not self._gaps and len(self.next) == 1 and self.next.item() == used_end:
+            return Placement(
+                used_end, None, None, (used_end - n, used_end - 1, 0, used_end - 1)
+            )  # attention's defaults: cheaper
+        span = self.capacity if self.evicted else used_end
         k = self.positions[:, :span]
         if q.size == 1:  # of one row: keys ascend
-            at, gaps = q.item(), self._gaps or span > top
+            at, gaps = q.item(), self._gaps or span > used_end
             return Placement(span, q, k, (at, at, -1 if gaps else k.item(0), self.next.item() - 1))
         low, high = ([int(f(x, initial=none)) for x in (q, k)] for f, none in ((np.min, POSITION_MAX), (np.max, -1)))
         return Placement(span, q, k, (low[0], high[0], low[1], high[1]))
@@ -281,12 +284,12 @@ class SlotAllocator:
 
     def _move(self, live: NDArray[np.int64], capacity: int) -> None:
         """New buffers of this capacity, with the tokens in these slots at their front."""
-        top = len(live)
+        used_end = len(live)
         positions = np.full((len(self.positions), capacity), -1, np.int64)
-        positions[:, :top] = self.positions[:, live]
-        self.positions, self.used_end = positions, top
-        self._gaps = bool((positions[:, :top] < 0).any())
-        consecutive = top and live[-1] - live[0] == top - 1
+        positions[:, :used_end] = self.positions[:, live]
+        self.positions, self.used_end = positions, used_end
+        self._gaps = bool((positions[:, :used_end] < 0).any())
+        consecutive = used_end and live[-1] - live[0] == used_end - 1
         self.moved = slice(int(live[0]), int(live[-1]) + 1) if consecutive else live
 
     def _invisible(self, k: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -357,12 +360,12 @@ def rows_of(index: Any, size: int, mask: Mask) -> NDArray[np.int64]:
     return rows
 
 
-def kept_of(index: Any, newest: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+def kept_of(index: Any, last_positions: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     """Which tokens of the newest append (R, N) stay, (1, m) or (rows, m), -1 at the end where a row keeps fewer."""
     kept = as_positions(index, "keep: index")
     if kept.ndim not in (1, 2) or (kept.ndim == 2 and len(kept) != rows):
         raise CallError(f"keep: index is {kept.shape}; expected (n,) for all rows, or ({rows}, n).")
-    kept, n = np.maximum(np.atleast_2d(kept), -1), newest.shape[1]
+    kept, n = np.maximum(np.atleast_2d(kept), -1), last_positions.shape[1]
     if np.any(kept >= n):
         raise CallError(f"keep: index reaches {int(kept.max())}, but the newest append has the tokens 0 .. {n - 1}.")
     ordered = np.sort(kept, 1)
@@ -370,12 +373,12 @@ def kept_of(index: Any, newest: NDArray[np.int64], rows: int) -> NDArray[np.int6
         (kept[:, 1:] >= 0) & (kept[:, :-1] < 0)
     ):
         raise CallError(f"keep: index is {kept.tolist()}; it names each token once, and -1 stands at the end of a row.")
-    places = np.take_along_axis(np.broadcast_to(newest, (max(len(newest), len(kept)), n)), kept, 1)
+    places = np.take_along_axis(np.broadcast_to(last_positions, (max(len(last_positions), len(kept)), n)), kept, 1)
     if np.any((places < 0) & (kept >= 0)):
         raise CallError("keep: index names a token where its row has none (position -1).\nFix: -1 in that row.")
-    if len(newest) > 1 and len(kept) == 1:
-        kept = np.repeat(kept, len(newest), 0)
-    return kept[:1] if len(newest) == 1 and bool((kept == kept[:1]).all()) else kept
+    if len(last_positions) > 1 and len(kept) == 1:
+        kept = np.repeat(kept, len(last_positions), 0)
+    return kept[:1] if len(last_positions) == 1 and bool((kept == kept[:1]).all()) else kept
 
 
 def ends_of(n: Any, rows: int) -> NDArray[np.int64]:

@@ -71,8 +71,8 @@ class Tree(Mask):
                 )
         of_q = within(q - start, n)
         of_k = within(k - start, n)
-        at = np.where(q >= start, start + self._depths.labels[of_q], q)
-        earlier = (k < start) & self.inner._sees(at, np.where(k < start, k, 0))
+        position_at_depth = np.where(q >= start, start + self._depths.labels[of_q], q)
+        earlier = (k < start) & self.inner._sees(position_at_depth, np.where(k < start, k, 0))
         return earlier | ((q >= start) & (k >= start) & self._drafts.table.array[of_q, of_k])
 
     def _of_tile(self, q: Interval, k: Interval) -> Truth:
@@ -89,11 +89,11 @@ class Tree(Mask):
         k_low = Interval(np.minimum(k.low, last), np.minimum(k.high, last))
         q_high = Interval(np.maximum(q.low, start) - start, np.maximum(q.high, start) - start)
         k_high = Interval(np.maximum(k.low, start) - start, np.maximum(k.high, start) - start)
-        at = self._depths[q_high] + start
+        position_at_depth = self._depths[q_high] + start
         parts = [
             (q_before & k_before, self.inner._sees(q_low, k_low)),
             (q_before & k_drafts, none),
-            (q_drafts & k_before, self.inner._sees(at, k_low)),
+            (q_drafts & k_before, self.inner._sees(position_at_depth, k_low)),
             (q_drafts & k_drafts, self._drafts._sees(q_high, k_high)),
         ]
         whole = before
