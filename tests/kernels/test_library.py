@@ -168,7 +168,7 @@ def unchecked(values, index):
 
 
 def raising(call: Any) -> None:
-    unchecked((call.nq, call.nk), call.d)
+    unchecked((call.nq, call.nk), call.head_dim)
 
 
 @pytest.mark.compiler
