@@ -200,7 +200,9 @@ def read(address: int, size: int, threads: int) -> float:
 
 # One call of attention.
 
-OURS, SDPA, CEILING = "lowtri", "torch SDPA", "ceiling"
+OURS = "lowtri"
+SDPA = "torch SDPA"
+CEILING = "ceiling"
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,8 @@ def attention(
         return run_eagerly(q, k, v, mask, options)
     from lowtri.dispatch.operators import traced
 
-    return traced(*cast_for_autocast(q, k, v)[1:], mask, options)
+    _, (q, k, v) = cast_for_autocast(q, k, v)
+    return traced(q, k, v, mask, options)
 
 
 def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Placement) -> Any:
@@ -205,11 +206,12 @@ def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOption
 
     Equal to a call at these positions, which are checked already. ``options`` have no bias, positions, weights or lse.
     """
-    scale, softcap, _, sinks, dropout, _, _, *rest = options
     if not is_traced():
-        ready, _ = find(q, k, v, None, sinks, positions, mask, scale, softcap, dropout, *rest)
+        ready, _ = find(
+            q, k, v, None, options.sinks, positions, mask, options.scale, options.softcap, options.dropout, *options[7:]
+        )  # fmt: skip
         if ready is not None:
-            return ready(q, k, v, None, sinks) if ready.plain is None else ready.plain(q, k, v)
+            return ready(q, k, v, None, options.sinks) if ready.plain is None else ready.plain(q, k, v)
     nk, given = positions.nk, options._replace(q_positions=positions.q, k_positions=positions.k)
     return attention(q, k[..., :nk, :], v[..., :nk, :], mask, **given._asdict())
 
@@ -238,7 +240,7 @@ def which_engine(
 
     Args: those of :func:`attention`.
     """
-    _, q, k, v = cast_for_autocast(q, k, v)
+    _, (q, k, v) = cast_for_autocast(q, k, v)
     checked = CallOptions(
         return_weights=return_weights, return_lse=return_lse, return_received=return_received, **options
     )

@@ -28,8 +28,7 @@ def differentiable(prepared: Prepared, call: Call, inputs: Inputs, seed: Any = N
     results = apply(lambda *arrays: prepared.run(Inputs(*arrays), seed), prepared, call, *arrays)
     if not isinstance(results, tuple):
         return Result(results)
-    output, weights, lse, received = results
-    return Result(output, weights, lse, received=received)
+    return Result(results[0], results[1], results[2], None, results[3])
 
 
 class _Differentiable(torch.autograd.Function):
@@ -41,8 +40,10 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], prepared: Prepared, call: Call, *inputs: Tensor | None) -> Any:
-        output, weights, lse, state, *others = run(*inputs)
-        received = others[0] if others else None
+        result = run(*inputs)
+        output, state = result[0], result[3]
+        weights, lse = result[1], result[2]
+        received = result[4] if len(result) > 4 else None
         packed = None  # what was saved, if a hook of the user's may pack it
         if saved_tensors_hooks(True) is not None:
             packed = [None if x is None else (x.shape, x.dtype, is_dense_cpu(x)) for x in (*inputs, output)]
@@ -72,7 +73,8 @@ def _backward(
     """What the backward returns; ``dense``: the gradients of all results have data."""
     if d_received is not None:
         raise no_gradient_of_received()
-    prepared, call, states, packed = ctx.forward_state
+    prepared, call = ctx.forward_state[:2]
+    states, packed = ctx.forward_state[2:]
     *arrays, output = ctx.saved_tensors
     inputs = Inputs(*arrays)
     if d_output is None:
@@ -147,7 +149,9 @@ def _by_formula(
                 torch.autograd.grad(outputs, leaves, d_outputs, create_graph=recording, materialize_grads=True)
             )
         else:  # inside torch.func.grad or jvp, tensors from outside record no graph there
-            arrays = views if recording else [None if x is None else x.detach() for x in inputs]
+            arrays = views
+            if not recording:
+                arrays = [None if x is None else x.detach() for x in inputs]
 
             def of_leaves(*changed: Tensor) -> tuple[Tensor, ...]:
                 each = iter(changed)

@@ -114,8 +114,9 @@ def gradients_of_call(
     """
 
     def prepared(leaves: list[Any]) -> tuple[CachedCall, Inputs]:
-        q, k, v, bias, sinks = leaves
-        return prepared_call(q, k, v, mask, options._replace(bias=bias_from_arguments(bias, bias_kind), sinks=sinks))
+        given = Inputs(*leaves)
+        bias = bias_from_arguments(given.bias, bias_kind)
+        return prepared_call(given.q, given.k, given.v, mask, options._replace(bias=bias, sinks=given.sinks))
 
     with recording_gradients(), without_autocast(autocast_device(known.output)):
         ready, rows = prepared(leaves)
@@ -168,10 +169,12 @@ def _from_lse(ready: CachedCall, rows: Inputs, leaves: list[Any], known: KnownRe
     if ready.call.distance_low is not None and grads.bias is not None:  # of all distances
         (d_values,) = torch.autograd.grad(rows.bias, leaves[3], grads.bias.to(rows.bias.dtype))
         grads = grads._replace(bias=d_values)
-    return [
-        None if d is None or x is None else d.reshape(x.shape).to(d.dtype if wide else x.dtype)
-        for d, x in zip(grads, leaves, strict=True)
+    gradients: list[Any] = [
+        None if d is None or x is None else d.reshape(x.shape) for d, x in zip(grads, leaves, strict=True)
     ]
+    if wide:
+        return gradients
+    return [None if d is None else d.to(x.dtype) for d, x in zip(gradients, leaves, strict=True)]
 
 
 def _of_results(pairs: Sequence[tuple[Tensor, Tensor]], leaves: list[Any]) -> list[Any]:

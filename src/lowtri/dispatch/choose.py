@@ -68,8 +68,7 @@ def _short(call: Call) -> str | None:
 
 
 def _pairs(call: Call) -> int:
-    batch, heads, _, nq, nk, *_ = call.sizes
-    return batch * heads * nq * nk
+    return math.prod(call.q.shape[:3]) * call.k.shape[2]
 
 
 # A rule holds if its backend supports the call and ``why_not`` has no objection. Facts of the call alone decide, never a time that
@@ -171,9 +170,11 @@ def _answers(call: Call) -> dict[str, str]:
     """The first rule of each backend that holds, or why none does."""
     answers: dict[str, str] = {}
     for rule in RULES:
-        missing = _why_not(rule.backend, call)
-        objection = None if missing else rule.why_not(call)
-        answer = f"no: {missing}" if missing else f"only by name: {objection}" if objection else f"yes: {rule.why}"
+        answer = f"yes: {rule.why}"
+        if missing := _why_not(rule.backend, call):
+            answer = f"no: {missing}"
+        elif objection := rule.why_not(call):
+            answer = f"only by name: {objection}"
         if not answers.get(rule.backend, "").startswith("yes: "):
             answers[rule.backend] = answer
     return answers

@@ -32,7 +32,9 @@ def formula_for_onnx(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) ->
         CallError: for a length that varies, positions that are inputs of the program, or dropout.
     """
     _check_static(q, k, v, options)
-    call, (q, k, v, bias, sinks) = describe(q, k, v, mask, options)
+    call, inputs = describe(q, k, v, mask, options)
+    q, k, v = inputs[:3]
+    bias, sinks = inputs.bias, inputs.sinks
     table = call.visible()  # (B|1, Hq|1, Nq, Nk)
     visible = torch.from_numpy(table).to(q.device)
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -104,7 +104,7 @@ class _Part(NamedTuple):
 
 def _parts_of(mask: Mask, of_q: NDArray[np.int64], of_k: NDArray[np.int64], from_top: bool) -> list[_Part]:
     """One call for all sequences; where the mask differs from one to the other, a call for each."""
-    rows = (*mask.batch, 1)[0]
+    rows = mask.batch[0] if mask.batch else 1
     if rows not in (1, len(of_q)):
         raise CallError(
             f"attention: {mask!r} has {rows} rows, but the jagged tensors have {len(of_q)} sequences.\nFix: a row for each."

@@ -230,8 +230,8 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
             "attention: torch.onnx.export got a program that was exported before, with lowtri's operator, which ONNX lacks.\n"
             "Fix: torch.onnx.export(model, args), with the model itself."
         )
-    q, k, v = given.q, given.k, given.v
-    results = [q.new_empty((*q.shape[:-1], v.shape[-1]))]
+    q, k = given.q, given.k
+    results = [q.new_empty((*q.shape[:-1], given.v.shape[-1]))]
     if given.return_weights:
         results.append(q.new_empty((*q.shape[:-1], k.shape[-2])))
     if given.return_received:

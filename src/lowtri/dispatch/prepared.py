@@ -97,7 +97,8 @@ _tensor_signature: Callable[..., Any] = _load_tensor_signature
 
 def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     """:func:`lowtri.attention` outside of a trace."""
-    device, q, k, v = cast_for_autocast(q, k, v)
+    device, arrays = cast_for_autocast(q, k, v)
+    q, k, v = arrays
     with without_autocast(device):
         ready, inputs = prepared_call(q, k, v, mask, options)
         return ready.returned(ready.run(inputs))
@@ -112,16 +113,16 @@ def without_autocast(device: str | None) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False)
 
 
-def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[str | None, Any, Any, Any]:
+def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[str | None, tuple[Any, ...]]:
     """The type of q's device if torch.autocast is enabled for it, else None; and q, k, v, cast as for torch's own attention."""
     device = autocast_device(q)
     if device is None:
-        return None, q, k, v
+        return None, (q, k, v)
     import torch
 
     dtype = torch.get_autocast_dtype(device)
-    q, k, v = (x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in (q, k, v))
-    return device, q, k, v
+    arrays = (x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in (q, k, v))
+    return device, tuple(arrays)
 
 
 def autocast_device(q: Any) -> str | None:
@@ -170,7 +171,8 @@ class CachedCall:
 
     def repeated(self, keys: Any) -> CachedCall | None:
         """This call at other keys; None if the arguments must be checked in full. The layers of a model repeat all, so it is kept."""
-        k_shape, v_shape, k_strides, v_strides, given = keys
+        k_shape, v_shape = keys[:2]
+        k_strides, v_strides, given = keys[2:]
         call = self.call
         first_k, first_v, *_ = self.last[0]
         if k_shape[:-2] != first_k[:-2] or k_shape[-1] != first_k[-1] or v_shape[-1] != first_v[-1]:
@@ -273,9 +275,13 @@ def _cached_call(call: Call, backend: str, prepared: Prepared, engine_was_named:
 
 def prepared_call(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> tuple[CachedCall, Inputs]:
     """The prepared call for these arguments, from the cache, or checked, prepared and kept; and its arrays in four dimensions."""
-    scale, softcap, bias, sinks, dropout, q_positions, k_positions, *rest = options
-    positions = None if q_positions is None and k_positions is None else (q_positions, k_positions)
-    ready, signature = find(q, k, v, bias, sinks, positions, mask, scale, softcap, dropout, *rest)
+    bias, sinks = options.bias, options.sinks
+    positions = None
+    if options.q_positions is not None or options.k_positions is not None:
+        positions = options.q_positions, options.k_positions
+    ready, signature = find(
+        q, k, v, bias, sinks, positions, mask, options.scale, options.softcap, options.dropout, *options[7:]
+    )  # fmt: skip
     if ready is not None:
         return ready, ready.arrange(q, k, v, bias, sinks)
     call, inputs = describe(q, k, v, mask, options)

@@ -89,12 +89,15 @@ def scaled_dot_product_attention(
         return _jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     usual = _is_usual(query, key, value, enable_gqa)
     if usual:
-        q, k, v = query, key, value
+        q = query
+        k, v = key, value
         front: tuple[int, ...] = tuple(query.shape[:2])
     else:
-        q, k, v, front = _to_4d(query, key, value, enable_gqa)
+        arrays, front = _to_4d(query, key, value, enable_gqa)
+        q, k, v = arrays
         if q.shape[-1] == k.shape[-1] == 0:  # every score is an empty sum
-            q, k, scale = _of_zeros(q), _of_zeros(k), 1.0
+            q, k = _of_zeros(q), _of_zeros(k)
+            scale = 1.0
     nq, nk = q.shape[-2], k.shape[-2]
     if type(attn_mask).__name__ == "CausalBias" and hasattr(attn_mask, "variant"):  # results of operators have none
         if is_causal:
@@ -146,7 +149,7 @@ def _is_array(x: Any) -> bool:
     return type(x) is np.ndarray
 
 
-def _to_4d(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any, tuple[int, ...]]:
+def _to_4d(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Queries, keys and values (B, H, N, E), broadcast, and the leading dimensions (..., H) of the output."""
     if not is_traced():
         query, key, value = (plain_array(*named, _NAME) for named in (("query", query), ("key", key), ("value", value)))
@@ -169,14 +172,15 @@ def _to_4d(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any
         raise _error(f"the leading dimensions do not broadcast: {_shapes(query, key, value)}.")
     rows = math.prod(batch)
     if enable_gqa and most == 0:
-        k, v, heads = k[..., :0, :, :], v[..., :0, :, :], [0, 0, 0]
+        k, v = k[..., :0, :, :], v[..., :0, :, :]
+        heads = [0, 0, 0]
     # A single key/value head is a group; other unequal heads are expanded.
     shared = heads[1:] if enable_gqa or (most and heads[1:] == [1, 1]) else [most, most]
-    q, k, v = (
+    arrays = (
         _spread(x, (*batch, n, *x.shape[-2:])).reshape(rows, n, *x.shape[-2:])
         for x, n in zip((q, k, v), (most, *shared), strict=True)
     )
-    return q, k, v, (*batch, most)
+    return tuple(arrays), (*batch, most)
 
 
 def _positions_of(bias: Any, nq: int, nk: int) -> NDArray[np.int64]:

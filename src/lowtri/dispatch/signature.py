@@ -91,7 +91,8 @@ def positions_at(call: Call, nk: int, given: Any) -> Placement | None:
     if given is None:
         return Placement(nk, None, None, (start, start + nq - 1, 0, nk - 1))
     q_positions = k_positions = None
-    q_low, q_high, k_low, k_high = start, start + nq - 1, 0, nk - 1
+    q_low, q_high = start, start + nq - 1
+    k_low, k_high = 0, nk - 1
     if of_k != ():
         known = _checked(of_k, rows, nk)
         if known is None:

@@ -205,7 +205,7 @@ def read_dense_mask(
         CallError: if the sizes do not fit, or the mask holds integers, which could be read as booleans or as a bias.
     """
     mask = plain_array(name[1], mask, name[0])
-    shape = _in_four(mask, nq, nk, name)
+    shape = _to_4d(mask, nq, nk, name)
     given = mask.reshape(shape)
     found: Mask | None
     if mask.dtype == torch.bool:
@@ -238,7 +238,7 @@ def read_table(
     if not torch.compiler.is_compiling():
         lazy, bias = read_dense_mask(mask, nq, nk, dtype, true_hides, name, lowest_hides)
         return lazy.mask, bias, lazy.positions
-    mask = mask.reshape(_in_four(mask, nq, nk, name))
+    mask = mask.reshape(_to_4d(mask, nq, nk, name))
     visible = _visible(
         mask, greatest_hidden(mask.dtype, dtype, lowest_hides) if mask.is_floating_point() else 0, true_hides
     )
@@ -252,7 +252,7 @@ def read_table(
     return table(visible), bias, positions
 
 
-def _in_four(mask: Tensor, nq: int, nk: int, name: tuple[str, str]) -> tuple[int, ...]:
+def _to_4d(mask: Tensor, nq: int, nk: int, name: tuple[str, str]) -> tuple[int, ...]:
     """The mask's shape in four dimensions."""
     library, argument = name
     shape = (*(1,) * (4 - mask.ndim), *mask.shape)

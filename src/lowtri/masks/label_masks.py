@@ -351,7 +351,9 @@ def _check_stretches(ids: Any) -> None:
         known, first = np.unique(numbers[begins], return_index=True)
         if len(known) < len(begins):
             again = int(begins[np.setdiff1d(np.arange(len(begins)), first)[0]])
-            place = f"position {again}" + f" of row {row}" * (np.ndim(ids) > 1)
+            place = f"position {again}"
+            if np.ndim(ids) > 1:
+                place += f" of row {row}"
             raise MaskError(
                 f"documents: id {int(numbers[again])} comes again at {place}, but inner counts from the start of each document.\n"
                 "Fix: another id for each stretch of positions."

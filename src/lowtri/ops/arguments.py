@@ -40,9 +40,8 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
             what it got, and the fix.
         MaskError: where ``mask`` is not a mask.
     """
-    scale, softcap, bias, sinks, dropout, q_positions, k_positions, return_weights, return_lse, *_ = options
-    flags = {"return_weights": return_weights, "return_lse": return_lse, "return_received": options.return_received}
-    for name, flag in flags.items():
+    for name in ("return_weights", "return_lse", "return_received"):
+        flag = getattr(options, name)
         if type(flag) is not bool:
             check_flag("attention", name, flag)
     mask = as_mask(mask, "attention: mask")
@@ -50,12 +49,15 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
     batch_shape = _check_qkv(q, k, v)
     rank = q.ndim
     q, k, v = (_to_4d(x, rank, batch_shape) for x in (q, k, v))
-    (rows, heads, nq, size), nk = q.shape, k.shape[2]
+    rows, heads = q.shape[:2]
+    nq, nk = q.shape[2], k.shape[2]
     _check_batch(mask, rank, rows, heads)
+    bias, sinks = options.bias, options.sinks
     if bias is not None and not isinstance(bias, DistanceBias):
         bias = _checked_bias(plain_array("bias", bias), q, (rows, heads, nq, nk), batch_shape)
     if sinks is not None:
         sinks = _checked_sinks(plain_array("sinks", sinks), q, heads)
+    scale, softcap = options.scale, options.softcap
     if scale is not None and not math.isfinite(_number("scale", scale)):
         raise CallError(f"attention: scale is {scale}, but scores are multiplied by a finite number.")
     largest = _LARGEST[dtype_name(q.dtype)]
@@ -68,11 +70,13 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         raise CallError(
             f"attention: softcap is {softcap}, but scores are capped at a positive number. Fix: softcap=None for no cap."
         )
+    dropout = options.dropout
     if not 0 <= _number("dropout", dropout) <= 1:
         raise CallError(f"attention: dropout is {dropout}, but it is a probability, 0 .. 1.")
     is_numpy = isinstance(q, np.ndarray)
-    if return_weights and (is_numpy or q.is_cpu):
+    if options.return_weights and (is_numpy or q.is_cpu):
         _check_memory((rows, heads, nq, nk), q.dtype.itemsize, dtype_name(q.dtype))
+    q_positions, k_positions = options.q_positions, options.k_positions
     given = q_positions is not None or k_positions is not None
     if k_positions is not None:
         k_positions = _checked_positions("k_positions", k_positions, rows, nk)
@@ -89,13 +93,15 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         distance_low, bias = distances_of(bias, queries, keys)
         bias = _checked_bias(plain_array("bias", bias), q, (rows, heads, 1, bias.shape[3]), ())
     inputs = Inputs(q, k, v, bias, sinks)
-    records, unreadable, transformation = False, None, None
+    records = False
+    unreadable = transformation = None
     if not is_numpy:
         import torch
 
         from lowtri.ops.tensors import transformation as current_transformation
 
-        records, unreadable, transformation = torch.is_grad_enabled(), _why_unreadable(inputs), current_transformation()
+        records = torch.is_grad_enabled()
+        unreadable, transformation = _why_unreadable(inputs), current_transformation()
     if records:
         _check_recorded(inputs)
     infos: Any = {name: x if x is None else _info(x, records) for name, x in inputs._asdict().items()}
@@ -104,15 +110,15 @@ def describe(q: Any, k: Any, v: Any, mask: Any, options: CallOptions = _DEFAULTS
         is_numpy=is_numpy,
         device="cpu" if is_numpy or q.is_cpu else str(q.device.type),
         mask=mask,
-        scale=1 / math.sqrt(size) if scale is None else float(scale),
+        scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
         softcap=_usable_cap(softcap, largest),
         dropout=float(dropout),
         q_positions=queries,
         k_positions=keys,
         positions_given=given,
-        return_weights=bool(return_weights),
-        return_lse=bool(return_lse),
-        return_received=bool(options.return_received),
+        return_weights=options.return_weights,
+        return_lse=options.return_lse,
+        return_received=options.return_received,
         threads=thread_count(is_numpy),
         why_unreadable=unreadable,
         transformation=transformation,
@@ -174,7 +180,8 @@ def _check_qkv(q: Any, k: Any, v: Any) -> tuple[int, ...]:
         raise CallError(
             f"attention: q is {type(q).__name__}, but it takes NumPy arrays or torch tensors. Fix: np.asarray(q)."
         )
-    dtype, is_numpy, rank = dtype_name(q.dtype), isinstance(q, np.ndarray), q.ndim
+    is_numpy, rank = isinstance(q, np.ndarray), q.ndim
+    dtype = dtype_name(q.dtype)
     if dtype not in _FLOATS:
         raise CallError(
             f"attention: q is {dtype}, but attention takes {', '.join(_FLOATS)}. Fix: q.astype(np.float32) or q.float()."
@@ -197,7 +204,7 @@ def _check_qkv(q: Any, k: Any, v: Any) -> tuple[int, ...]:
             raise CallError(
                 f"attention: q has {rank} dimensions, {tuple(q.shape)}, and {name} has {x.ndim}, {tuple(x.shape)}."
             )
-    of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    of_q, of_k, of_v = (tuple(x.shape) for x in (q, k, v))
     problem = None
     if of_q[-1] != of_k[-1] or of_q[-1] == 0:
         problem = "q and k differ in head size D, or it is 0: {}."
@@ -345,7 +352,9 @@ def dtype_name(dtype: Any) -> str:
 
 
 def _kind(x: Any) -> str:
-    return "a torch tensor" if is_tensor(x) else "a NumPy array" if isinstance(x, np.ndarray) else type(x).__name__
+    if is_tensor(x):
+        return "a torch tensor"
+    return "a NumPy array" if isinstance(x, np.ndarray) else type(x).__name__
 
 
 # Numbers and positions.

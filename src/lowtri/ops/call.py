@@ -146,8 +146,8 @@ class Call:
     @property
     def sizes(self) -> Sizes:
         """B, Hq, Hkv, Nq, Nk, D, Dv."""
-        (batch, heads, nq, d), (_, kv_heads, nk, dv) = self.q.shape, self.v.shape
-        return Sizes(batch, heads, kv_heads, nq, nk, d, dv)
+        q, v = self.q.shape, self.v.shape
+        return Sizes(q[0], q[1], v[1], q[2], v[2], q[3], v[3])
 
     @property
     def group(self) -> int:
@@ -181,7 +181,8 @@ class Call:
         return int(q.min()), int(q.max()), int(k.min()), int(k.max())
 
     def _shows(self, bounds: tuple[int, int, int, int]) -> bool:
-        q_low, q_high, k_low, k_high = bounds
+        q_low, q_high = bounds[:2]
+        k_low, k_high = bounds[2:]
         if self.mask.batch or q_low < 0 or k_low < 0:
             return False
         return self.mask.tile(q_low, q_high + 1, k_low, k_high + 1) is FULL
@@ -251,7 +252,8 @@ def _table(mask: Mask, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np
         return np.asarray(mask(q[0][:, None], k[0][None, :]))[None, None]
     if not mask.batch and max(len(q), len(k)) * q.shape[1] * k.shape[1] <= _PAIRS_AT_ONCE:
         return np.asarray(mask(q[:, :, None], k[:, None, :]))[:, None]
-    rows, heads = max(len(q), len(k), *(mask.batch[:1] or (1,))), (*mask.batch, 1, 1)[1]
+    rows = max(len(q), len(k), *(mask.batch[:1] or (1,)))
+    heads = mask.batch[1] if len(mask.batch) > 1 else 1
     out = np.empty((rows, heads, q.shape[1], k.shape[1]), bool)
     for b, h in np.ndindex(rows, heads):
         out[b, h] = mask.for_row(b, h)(q[b % len(q)][:, None], k[b % len(k)][None, :])

@@ -192,7 +192,8 @@ def _without_repeats(x: Any) -> Any:
 
 def _hidden_bits(numbers: Any, greatest_hidden: float, always: bool) -> tuple[Bits, bool] | None:
     """The bits of a table, and whether it has other numbers than 0 at visible pairs; None for one that need not be read as a mask."""
-    rows, heads, queries, keys = numbers.shape
+    rows, heads = numbers.shape[:2]
+    queries, keys = numbers.shape[2:]
     bits = np.empty((rows, heads, queries, -(-keys // 8)), np.uint8)
     step = max(1, _NUMBERS_AT_ONCE // max(1, keys))
     hidden, zero = np.empty((2, min(step, queries), keys), bool)
@@ -239,7 +240,8 @@ def _show_lowest(numbers: Any, bits: Bits, blind: NDArray[np.int64]) -> bool:
 def _mask_of(bits: Bits, shape: Shape, nq: int, nk: int, of_formulas: bool = False) -> _Kept:
     """The mask of a table, kept for a table with the same pairs; with ``of_formulas`` only full or a band."""
     global _kept
-    sizes, content, known = (shape, nq, nk, of_formulas), bits.tobytes(), _kept
+    sizes, known = (shape, nq, nk, of_formulas), _kept
+    content = bits.tobytes()
     for kept in known:  # bytes differ early where they differ, so this takes less time than a hash
         if kept.key[0] == sizes and kept.key[1] == content:
             return kept

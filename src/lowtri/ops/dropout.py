@@ -161,7 +161,8 @@ def kept_tensor(
     of_head = _counted_tensor(_counted_tensor(seed, rows)[:, None], heads)
     of_query = _counted_tensor(of_head[..., None], on_device(q_positions)[:, None])[..., None]
     of_key = on_device(key_words(k_positions))[:, None, None]  # (B|1, 1, 1, Nk)
-    last, (first, second) = 2**32 - 1, DRAW_SHIFTS
+    last = 2**32 - 1
+    first, second = DRAW_SHIFTS
     x = ((of_key ^ (of_query & last)) * FIRST) & last
     x = ((x ^ (x >> first) ^ _shifted(of_query, 32)) * SECOND) & last
     return (x ^ (x >> second)) >= threshold(dropout)

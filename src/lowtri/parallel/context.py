@@ -180,7 +180,7 @@ class ContextParallel(ShardedSequence):
     ) -> tuple[Tensor, Tensor]:
         device = None
         if isinstance(q, Tensor):
-            device, *tensors = cast_for_autocast(q, k, v)
+            device, tensors = cast_for_autocast(q, k, v)
             q, k, v = tensors
         index = 0
         error = None

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from lowtri.backends.formula import Block, FormulaCall
 from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
-from lowtri.dispatch.prepared import autocast_device, cast_for_autocast, without_autocast
+from lowtri.dispatch.prepared import cast_for_autocast, without_autocast
 from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import top_left_positions
 from lowtri.integrations.flex.masks import check_function, mask_of
@@ -122,7 +122,7 @@ def _attend(
         k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
     shape = (batch, heads, nq, nk)
     mask: Mask = full() if blocks is None else mask_of(blocks, shape)
-    dtype = torch.promote_types(cast_for_autocast(q, k, v)[1].dtype, torch.float32)
+    dtype = torch.promote_types(cast_for_autocast(q, k, v)[1][0].dtype, torch.float32)
     scores = read_score_mod(score_mod, shape, q.device, dtype)
     if scores.mask is not None:
         mask = mask & scores.mask if blocks is not None else scores.mask
@@ -133,8 +133,8 @@ def _attend(
         if want_lse:
             return *attention(q, k, v, mask, return_lse=True, **options), None
         return attention(q, k, v, mask, **options), None, None
-    device = autocast_device(q)
-    q, k, v = cast_for_autocast(q, k, v)[1:]
+    device, arrays = cast_for_autocast(q, k, v)
+    q, k, v = arrays
     call, inputs = describe(q, k, v, mask, CallOptions(scale, return_lse=True)._replace(**positions))
     modified = _identity if score_mod is None else tile_function(score_mod)
     greatest: dict[Block, Tensor] = {}
