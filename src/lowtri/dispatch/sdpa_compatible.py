@@ -108,8 +108,8 @@ def scaled_dot_product_attention(
     output = attention(q, k, v, read.mask, scale=scale, bias=read.bias, dropout=dropout_p, q_positions=read.q_positions)
     if usual:
         return output
-    lead = front if max(query.ndim, key.ndim, value.ndim) > 2 else ()
-    return output.reshape(*lead, nq, value.shape[-1])
+    batch_shape = front if max(query.ndim, key.ndim, value.ndim) > 2 else ()
+    return output.reshape(*batch_shape, nq, value.shape[-1])
 
 
 def _jagged(
