@@ -221,14 +221,20 @@ class InDocuments(Mask):
     @cached_property
     def for_plan(self) -> Mask:
         """The same pairs, with operators outside of the documents: a plan joins the bits of the parts."""
-        whole, inner = self.documents, self.inner
-        if isinstance(inner, Full):
-            return whole
-        if isinstance(inner, Band):  # which compares distances only
-            return And(whole, inner)
+        if isinstance(self.inner, Full):
+            return self.documents
+        in_one = self._in_one_document(self.inner)
+        return self if isinstance(in_one, InDocuments) else And(self.documents, in_one)
+
+    def _in_one_document(self, inner: Mask) -> Mask:
+        """A mask of the row that shows the same pairs within each document as ``inner``; between documents it may show any."""
+        if isinstance(inner, Band | Full):  # compares distances only
+            return inner
         if isinstance(inner, And | Or):
-            return type(inner)(InDocuments(whole, inner.left), InDocuments(whole, inner.right))
-        return And(whole, Not(InDocuments(whole, inner.inner))) if isinstance(inner, Not) else self
+            return type(inner)(self._in_one_document(inner.left), self._in_one_document(inner.right))
+        if isinstance(inner, Not):
+            return Not(self._in_one_document(inner.inner))
+        return InDocuments(self.documents, inner)
 
     def _text(self, arrays: list[Any] | None = None) -> str | None:
         of_documents, inner = self.documents._text(arrays), quoted(self.inner, arrays)
