@@ -135,7 +135,7 @@ class Browser:
             self.send("Browser.close", timeout=5)
         except (TimeoutError, OSError):
             self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
         os.close(self._write)
         os.close(self._read)
         self._profile.cleanup()

@@ -318,7 +318,7 @@ def _(right: Any) -> Any:
 
 @fault("padding in the cache", "padding left, 5 queries", EVICTING, (transformers_caching, "_pads"), EVICTING)
 def _(right: Any) -> Any:
-    """The paddings of the rows are exchanged."""
+    """The cache takes the padding of each row for its neighbour's."""
     return lambda valid: right(valid)[::-1]
 
 
