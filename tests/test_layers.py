@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,19 @@ def package_of(file: str) -> str:
 def test_every_package_is_in_the_list() -> None:
     packages = {package_of(path.relative_to(SOURCE).as_posix()) for path in FILES} - {"__init__"}
     assert packages == set(PACKAGES)
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda folder: folder.name)
+def test_the_docstring_of_a_package_names_its_files(folder: Path) -> None:
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    files = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    private = {"__init__", "__main__", "_version"}
+    assert sorted(name for name in files - private if not re.search(rf"^ *{name}\b", text, re.M)) == []
+
+
+def test_the_docstring_of_lowtri_lists_packages_in_their_order() -> None:
+    listed = re.findall(r"^    (\w+)  +\S", lowtri.__doc__ or "", re.M)
+    assert [name for name in listed if name in PACKAGES] == [name for name in PACKAGES if name in listed]
 
 
 def test_packages_import_only_from_those_before_them() -> None:

@@ -3,24 +3,27 @@
 The packages, in reading order; a package imports only packages above it:
 
     errors        the exception classes
+    forks         locks in forked processes
     extras        what needs a package that lowtri itself does not need
     system        what differs between operating systems
     files         atomic writes
-    sentences     the sentences of the lesson, of explain and of the notebooks, in four languages
-    assets        the style sheet that all pages share, and the sentences
-    pictures      the parts of pictures as SVG, HTML pages and JSON, and their files
+    progress      a line on stderr that says how far a long check is
+    assets        data, no code: the style sheet that all pages share, and the sentences in four languages
+    sentences     the sentences of the lesson, of explain and of the notebooks
+    drawing       the table of the methods that draw, which pictures defines
     compat        every use of private APIs of torch, Numba and transformers
-    masks         masks as formulas over positions, tile answers, plans, pictures
-    showing       attention weights as pictures
+    masks         masks as formulas over positions, tile answers, plans
     plain_torch   what plain has in torch
     plain         the textbook formulas, under the names that notebooks use
-    ops           the checked description of an attention call, and the definition of attention in float64
+    ops           the checked description of an attention call, biases over distances, dropout
     kernels       the CPU kernels
-    backends      the implementations of attention
+    backends      the implementations of attention, one of them the definition in float64
     dispatch      the choice of a backend, the cache of prepared calls, and `attention` itself
     generation    the key/value cache, sampling, and the generation loop
     nn            torch modules: MaskedSelfAttention, MultiHeadAttention, Decoder, RecurrentLM
     pretrained    finds trained models, and has transformers load them
+    pictures      pictures of masks and caches as text and SVG; pages, and files
+    showing       attention weights as pictures
     parallel      one sequence over many processes, split by what its mask shows
     auditing      the audit: whether a model depends on what its mask hides
     verifying     compares any attention function with the definition; names well-known mistakes

@@ -7,6 +7,7 @@ content                 what a tensor holds, by which everything that is kept of
 function_mask           mask functions of other libraries as masks, with tile answers from their graphs
 flex                    torch's FlexAttention on CPU, with gradients; its BlockMask from a lowtri mask
 flash_attn              the functions of flash-attn with its signatures, and `import flash_attn` without a GPU
+measured                what a call costs through these functions: a part of `lowtri bench`
 replaced_class          modules whose forward is replaced
 
 `import lowtri` imports nothing of this package, and each library is imported only when it is used.

@@ -1,5 +1,12 @@
 """The backend ``cpu``: the kernels, on CPU tensors and NumPy arrays.
 
+launch       how a kernel reads the arrays of a call, and its launch: its record, its threads, and memory
+forward      a call for the kernels of tiles: the output, and the gradients
+parts        how the backward is cut for threads
+weights      the weights of a call, and what each key received
+decode       few queries against many keys
+few_weights  the same, with their weights or what each key received
+
 Where there is no library of kernels for this machine, ``supports`` gives the reason.
 """
 

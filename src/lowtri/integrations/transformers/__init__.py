@@ -14,15 +14,16 @@ check; ``from_pretrained(name, attn_implementation="lowtri")`` then uses it.
 An attention implementation of transformers has two parts: one makes the mask of a forward pass from a mask function, the other computes
 the attention of each layer. Between the two, the mask is a lazy tensor, without a table of pairs.
 
-switching   register, switch; Falcon, which has attention code of its own
-user_masks  a lowtri mask on a switched model, for one forward or for all
-masks       transformers' mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
-lazy        masks as a tensor subclass without a table
-caching     EvictingCache: a cache for any switched model, which evicts by the mask
+switching     register, switch; Falcon, which has attention code of its own
+user_masks    a lowtri mask on a switched model, for one forward or for all
+masks         transformers' mask functions (causal, sliding, chunked, packed, overlays, padding) as lowtri masks
+packing       rows that hold several documents: how a call says so, and the mask that follows
+lazy          masks as a tensor subclass without a table
+caching       EvictingCache: a cache for any switched model, which evicts by the mask
 traced_cache  an EvictingCache in programs of torch.compile
-attention   the attention of a layer, eager and under torch.compile and torch.export
-sharded     a model on one process's part of a sequence
-loading     load_model: a model on this disk by its name, switched, and its tokenizer
+attention     the attention of a layer, eager and under torch.compile and torch.export
+sharded       a model on one process's part of a sequence
+loading       load_model: a model on this disk by its name, switched, and its tokenizer
 """
 
 from lowtri.extras import require
