@@ -207,3 +207,18 @@ def test_received_weights_have_no_gradient_in_a_program() -> None:
     output, received = program(*leaves())
     assert output.requires_grad and not received.requires_grad
     assert lowtri.attention is attention
+
+
+def test_a_gradient_of_torch_func_inside_of_the_program_is_right_or_refused() -> None:
+    q = draw(nq=6, nk=6)[0]
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return attention(x, x, x, "causal").sin().sum()
+
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(total)(x) * 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"inside of torch\.func's transforms"):
+        compiled(slope, "aot_eager")(q)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(slope, backend="aot_eager")(q), torch.func.grad(total)(q))

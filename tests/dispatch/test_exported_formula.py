@@ -21,6 +21,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "causal": ("causal", {}),
     "documents": (lowtri.causal() & lowtri.documents([0] * 4 + [1] * 5), {"return_lse": True}),
     "rows that see nothing": (lowtri.keys(lengths=[0, 5]), {"return_weights": True, "return_lse": True}),
+    "all results": ("causal", {"return_weights": True, "return_received": True, "return_lse": True}),
     "every option": ("window(4)", {"softcap": 2.0, "scale": 0.5, "sinks": torch.linspace(-1, 1, 4)}),
     "a bias": ("causal", {"bias": torch.linspace(-3, 0, 81).reshape(9, 9)}),
     "distances": ("causal", {"bias": lowtri.alibi(torch.linspace(0.1, 0.5, 4))}),

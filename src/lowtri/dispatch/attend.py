@@ -159,7 +159,7 @@ def attention(
     ``table`` of tensors, and with ``&``, ``|`` and ``-``; so may biases over distances. The numbers of a mask (lengths, edges, ids,
     windows) are inputs of the graph, so that one program serves other documents, too; those of a text are compiled. Dropout drops
     the weights that the call outside of the program drops after the same ``torch.manual_seed``; torch's own, by
-    ``engine="sdpa"``, others. A mask of ``where`` causes a graph break.
+    ``engine="sdpa"``, others. A mask of ``where`` causes a graph break, and so do ``torch.func``'s transforms inside the region.
 
     Raises:
         CallError: if the arguments do not fit together, or the returned weights would not fit into memory.

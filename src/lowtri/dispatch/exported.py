@@ -57,10 +57,10 @@ def formula_for_onnx(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) ->
     results = [(weights.to(wide) @ v.to(wide)).to(q.dtype)]
     if options.return_weights:
         results.append(weights)
-    if options.return_lse:
-        results.append(lse)
     if options.return_received:
         results.append(sums)
+    if options.return_lse:
+        results.append(lse)
     restored = [call.to_user_rank(x) for x in results]
     return tuple(restored) if len(restored) > 1 else restored[0]
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from lowtri.backends import GradientSource
-from lowtri.compat.torch_private import below_autograd, outside_graph
+from lowtri.compat import constant_while_traced
+from lowtri.compat.torch_private import below_autograd, outside_graph, transform_stack
 from lowtri.dispatch.backward import KnownResults, gradients_of_call
 from lowtri.dispatch.exported import exports_to_onnx, formula_for_onnx
 from lowtri.dispatch.prepared import autocast_device, find, prepared_call, run_eagerly, without_autocast
@@ -75,7 +76,7 @@ _OPTIONS = 11  # the first argument that is neither a tensor nor of the mask
 
 
 def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
-    """A call of attention under tracing: an operator, or a graph break for a mask with a Python function (``where``).
+    """A call of attention under tracing: an operator; or a graph break for a mask with a Python function, and in torch.func.
 
     Each global name that is read here, or in a function that is called here, is compared at each call of the program.
     """
@@ -94,7 +95,12 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     if bias is not None:
         bias, bias_kind = bias_arguments(bias)
     tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if text is None or not tensors or not (bias is None or isinstance(bias, Tensor)):
+    if (
+        text is None
+        or not tensors
+        or not (bias is None or isinstance(bias, Tensor))
+        or _in_transform()  # for torch.func's, the operators have no rules
+    ):
         return _eager(q, k, v, mask, options)
     arrays = numbers = None
     if values:
@@ -131,8 +137,15 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
 
 
 _eager = outside_graph(
-    run_eagerly, "lowtri.attention with a mask of where(), or with NumPy's arrays, runs outside of the graph"
+    run_eagerly,
+    "lowtri.attention with a mask of where(), with NumPy's arrays, or inside of torch.func's transforms runs outside of the graph",
 )
+
+
+@constant_while_traced
+def _in_transform() -> bool:
+    """Whether the program being traced is inside of one of torch.func's transforms, whose tensors require no gradient themselves."""
+    return transform_stack() is not None
 
 
 def _needs_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> bool:
