@@ -497,7 +497,8 @@ def test_a_table_of_chunks_is_decoded_with_the_models_cache(form: str, wrong: bo
         attend = model.model.layers[0].self_attn.forward
 
         def chunked(hidden_states: Tensor, **more: Any) -> Any:
-            cached = more["past_key_values"].get_seq_length() if more.get("past_key_values") is not None else 0
+            cache = more.get("cache", more.get("past_key_values"))  # the name from transformers 5.24 on, and before
+            cached = 0 if cache is None else cache.get_seq_length()
             table = torch.tensor(shown[cached : cached + hidden_states.shape[1], : cached + hidden_states.shape[1]])
             return attend(hidden_states=hidden_states, **{**more, "attention_mask": table[None, None]})
 
