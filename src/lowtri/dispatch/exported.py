@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtri.compat import constant_while_traced
 from lowtri.errors import CallError
 from lowtri.ops.arguments import describe
-from lowtri.ops.call import CallOptions
+from lowtri.ops.call import CallOptions, Result
 
 __all__ = ["exports_to_onnx", "formula_for_onnx"]
 
@@ -54,15 +54,8 @@ def formula_for_onnx(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) ->
     weights, lse = _softmax(scores, visible)
     sums = weights.sum(2)
     weights = weights.to(q.dtype)
-    results = [(weights.to(wide) @ v.to(wide)).to(q.dtype)]
-    if options.return_weights:
-        results.append(weights)
-    if options.return_received:
-        results.append(sums)
-    if options.return_lse:
-        results.append(lse)
-    restored = [call.to_user_rank(x) for x in results]
-    return tuple(restored) if len(restored) > 1 else restored[0]
+    output = (weights.to(wide) @ v.to(wide)).to(q.dtype)
+    return call.returned(Result(output, weights, lse, received=sums))
 
 
 def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:

@@ -218,14 +218,8 @@ def _run(given: Arguments, for_gradients: bool) -> list[Tensor]:
             ready = ready.with_lse
         result = ready.run(inputs, given.seed)
     call, lse = ready.call, result.lse
-    asked = [result.output]
-    if given.return_weights:
-        asked.append(result.weights)
-    if given.return_received:
-        asked.append(result.received)
-    if given.return_lse or (for_gradients and lse is not None):
-        asked.append(lse)
-    results = [call.to_user_rank(x).contiguous() for x in asked]
+    with_lse = given.return_lse or (for_gradients and lse is not None)
+    results = [x.contiguous() for x in call.in_order(result, with_lse)]
     if for_gradients and lse is None:
         q = given.q
         results.append(q.new_full(q.shape[:-1], torch.inf, dtype=_wide(q)))

@@ -101,7 +101,7 @@ def run_eagerly(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
     q, k, v = arrays
     with without_autocast(device):
         ready, inputs = prepared_call(q, k, v, mask, options)
-        return ready.returned(ready.run(inputs))
+        return ready.call.returned(ready.run(inputs))
 
 
 def without_autocast(device: str | None) -> AbstractContextManager[object]:
@@ -228,22 +228,9 @@ class CachedCall:
                 ) from None
         return prepare(self.call, choose(self.call, "auto", exclude=self.backend)).run(inputs, seed)
 
-    def returned(self, result: Result) -> Any:
-        """What the user gets of a result."""
-        call = self.call
-        if not (call.return_weights or call.return_lse or call.return_received):
-            return call.to_user_rank(result.output)
-        asked = (
-            (True, result.output),
-            (call.return_weights, result.weights),
-            (call.return_received, result.received),
-            (call.return_lse, result.lse),
-        )
-        return tuple(call.to_user_rank(x) for is_asked, x in asked if is_asked)
-
     def __call__(self, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
         """What the user gets of these arrays."""
-        return self.returned(self.run(self.arrange(q, k, v, bias, sinks)))
+        return self.call.returned(self.run(self.arrange(q, k, v, bias, sinks)))
 
 
 @cache
@@ -261,9 +248,8 @@ def prepare(call: Call, engine: str) -> CachedCall:
 
 
 def _cached_call(call: Call, backend: str, prepared: Prepared, engine_was_named: bool) -> CachedCall:
-    checks_values = (
-        call.why_unreadable is None and prepared.checks_values()
-    )  # data that cannot be read is not looked at
+    # Data that cannot be read is not looked at.
+    checks_values = call.why_unreadable is None and prepared.checks_values()
     differentiates = call.needs_grad and prepared.gradient_source() is not GradientSource.GRAPH
     run = None
     if call.is_plain and not checks_values:

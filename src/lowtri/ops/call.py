@@ -240,6 +240,23 @@ class Call:
             return x[0, 0]
         return x.reshape(*self.batch_shape, *x.shape[1:])
 
+    def in_order(self, result: Result, with_lse: bool) -> list[Any]:
+        """The results that a call returns, in their order and in the rank of the user's q; ``with_lse``: the log-sum-exp, too."""
+        chosen = [result.output]
+        if self.return_weights:
+            chosen.append(result.weights)
+        if self.return_received:
+            chosen.append(result.received)
+        if with_lse:
+            chosen.append(result.lse)
+        return [self.to_user_rank(x) for x in chosen]
+
+    def returned(self, result: Result) -> Any:
+        """What the user gets of a result."""
+        if not (self.return_weights or self.return_lse or self.return_received):
+            return self.to_user_rank(result.output)
+        return tuple(self.in_order(result, self.return_lse))
+
     def __str__(self) -> str:
         shapes = f"q {tuple(self.q.shape)}   k {tuple(self.k.shape)}   {self.dtype}   {self.device}"
         text = repr(self.mask)
