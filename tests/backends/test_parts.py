@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import lowtri
 from lowtri.backends.cpu import launch, parts
-from lowtri.backends.cpu.parts import Memory, choose_cut, folded, in_blocks, phase_of, rows_of, table, time_of
+from lowtri.backends.cpu.parts import Memory, Rows, choose_cut, folded, in_blocks, phase_of, table, time_of
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.kernels.abi import KEYS
 from lowtri.masks.plan import Plan, plan, row_of_runs
@@ -47,7 +47,7 @@ def test_each_tile_of_pairs_is_computed_once_and_added_alone(
     mask: str, nq: int, nk: int, count: int, group: int, folds: bool, most_tiles: int
 ) -> None:
     of = plan_of(mask, min(nq, nk), nk)
-    rows = rows_of(of, group)
+    rows = Rows(of, group)
     count = min(count, of.rows * group)
     costs = rows.costs(1)[:, 0]
     cut = parts.with_fewest_rounds(rows, *(folded(len(costs), count) if folds else in_blocks(costs, count)), most_tiles)
@@ -74,7 +74,7 @@ def test_each_tile_of_pairs_is_computed_once_and_added_alone(
 @given(st.sampled_from(MASKS[:4]), st.integers(1, 900), st.integers(1, 20))
 def test_phases_share_out_all_tiles(mask: str, n: int, phases: int) -> None:
     of = plan_of(mask, n, n)
-    rows = rows_of(of, 2)
+    rows = Rows(of, 2)
     expected = np.zeros((of.rows, phases))
     for (first, last, kind, _), row in zip(of.runs.tolist(), row_of_runs(of).tolist(), strict=True):
         cost = 1 if kind == FULL else parts.PARTIAL_COST
@@ -85,7 +85,7 @@ def test_phases_share_out_all_tiles(mask: str, n: int, phases: int) -> None:
 @pytest.mark.parametrize("mask", MASKS[:2])
 def test_folded_parts_cost_the_same_in_each_round(mask: str) -> None:
     """As many rows and keys as a round has parts would do in the best case, within a tenth."""
-    rows = rows_of(plan_of(mask, 4096, 4096), 1)
+    rows = Rows(plan_of(mask, 4096, 4096), 1)
     cut = parts.with_fewest_rounds(rows, *folded(64, 8), 43)
     assert cut is not None and cut.rounds == 4
     assert time_of(rows, cut) <= 1.1 * rows.costs(1).sum() / 8
@@ -94,7 +94,7 @@ def test_folded_parts_cost_the_same_in_each_round(mask: str) -> None:
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 40])
 @pytest.mark.parametrize("threads", [1, 2, 7, 8, 32, 64, 128])
 def test_no_more_parts_than_balance_needs_nor_memory_allows(threads: int, heads: int) -> None:
-    rows, size = rows_of(plan_of("causal", 4096, 4096), 1), 64 * 4
+    rows, size = Rows(plan_of("causal", 4096, 4096), 1), 64 * 4
     memory = Memory(whole=heads * 4096 * 3 * size, key=heads * 2 * size, thread=200_000)
     cut = choose_cut(rows, heads, threads, memory)
     if heads % threads == 0:

@@ -19,7 +19,7 @@ from lowtri.backends.cpu.launch import (
     tile_threads,
     to_dtype,
 )
-from lowtri.backends.cpu.parts import Memory, choose_cut, rows_of, table
+from lowtri.backends.cpu.parts import Memory, Rows, choose_cut, table
 from lowtri.backends.cpu.weights import CpuWeights, check_sums
 from lowtri.kernels import abi
 from lowtri.kernels.abi import KEYS, key_rows, padded
@@ -172,7 +172,7 @@ class _Backward:
             key=heads * sum(padded_dims) * spec.number_bytes,
             thread=abi.BACKWARD.layout(spec, layout.tile_fields(plan), 1)[0]["thread_bytes"],
         )
-        tile_rows = rows_of(plan, sizes.heads // sizes.kv_heads)
+        tile_rows = Rows(plan, sizes.heads // sizes.kv_heads)
         cut = choose_cut(tile_rows, heads, tile_threads("backward", call, plan), memory)
         self.copies = cut.copies[1:]
         self.ranges, self.places = table(cut, rows, (heads, *padded_dims))

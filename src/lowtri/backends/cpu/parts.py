@@ -12,7 +12,6 @@ With more rounds there are fewer copies, but each round prepares its rows of que
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
@@ -41,44 +40,39 @@ class Memory(NamedTuple):
     thread: int
 
 
-@dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of query tiles of a key/value head, those of its first head first.
+    """The rows of query tiles of a key/value head, which serves ``group`` heads: those of its first head first.
 
     Attributes:
-        runs: of the plan.
-        row: of each run, the row of a head.
-        rows, group, masks: rows of a head, heads, and masks in the plan, which are taken to be equally frequent.
         tiles: key tiles.
+        seen: the first key tile that each row sees, and one past the last.
     """
 
-    runs: NDArray[np.int32]
-    row: Ints
-    rows: int
-    group: int
-    masks: int
-    tiles: int
-
-    @cached_property
-    def seen(self) -> tuple[Ints, Ints]:
-        """The first key tile that each row sees, and one past the last."""
-        first = np.full(self.rows, self.tiles, np.int64)
-        last = np.zeros(self.rows, np.int64)
-        np.minimum.at(first, self.row, self.runs[:, 0])
-        np.maximum.at(last, self.row, self.runs[:, 1])
-        return np.tile(first, self.group), np.tile(last, self.group)
+    def __init__(self, plan: Plan, group: int) -> None:
+        self.plan, self.group = plan, group
+        self.tiles = ceil(plan.nk / KEYS)
+        row = row_of_runs(plan) % max(plan.rows, 1)
+        first = np.full(plan.rows, self.tiles, np.int64)
+        last = np.zeros(plan.rows, np.int64)
+        np.minimum.at(first, row, plan.runs[:, 0])
+        np.maximum.at(last, row, plan.runs[:, 1])
+        self.seen = np.tile(first, group), np.tile(last, group)
+        self._costs: dict[int, NDArray[np.float64]] = {}
 
     def costs(self, phases: int) -> NDArray[np.float64]:
-        """(rows, phases): what each row costs in each phase, in full key tiles."""
-        phase = np.arange(phases)
+        """(rows, phases): what each row costs in each phase, in full key tiles; masks are taken to be equally frequent."""
+        if phases not in self._costs:
+            first, last, kind = (self.plan.runs[:, field, None] for field in range(3))
+            phase = np.arange(phases)
 
-        def before(tile: NDArray[np.int32]) -> Ints:  # how many tiles of each phase lie before this one
-            return (tile[:, None] + 2 * phases - 1 - phase) // (2 * phases) + (tile[:, None] + phase) // (2 * phases)
+            def before(tile: NDArray[np.int32]) -> Ints:  # how many tiles of each phase lie before this one
+                return (tile + 2 * phases - 1 - phase) // (2 * phases) + (tile + phase) // (2 * phases)
 
-        weight = np.where(self.runs[:, 2] == FULL, 1, PARTIAL_COST)[:, None]
-        costs = np.zeros((self.rows, phases))
-        np.add.at(costs, self.row, weight * (before(self.runs[:, 1]) - before(self.runs[:, 0])))
-        return np.tile(costs / self.masks + ROW_COST, (self.group, 1))
+            runs = np.where(kind == FULL, 1, PARTIAL_COST) * (before(last) - before(first))
+            sums = np.concatenate([np.zeros((1, phases)), np.cumsum(runs, axis=0)])[self.plan.row_start]
+            rows = np.diff(sums, axis=0).reshape(self.plan.masks, self.plan.rows, phases)
+            self._costs[phases] = np.tile(rows.mean(0) + ROW_COST, (self.group, 1))
+        return self._costs[phases]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +94,6 @@ class Cut:
     @property
     def parts(self) -> int:
         return len(self.starts) - 1
-
-
-def rows_of(plan: Plan, group: int) -> Rows:
-    """The rows of each key/value head, which serves so many heads."""
-    row = row_of_runs(plan) % max(plan.rows, 1)
-    return Rows(plan.runs, row, plan.rows, group, plan.masks, ceil(plan.nk / KEYS))
 
 
 def choose_cut(rows: Rows, heads: int, threads: int, memory: Memory) -> Cut:
@@ -139,7 +127,7 @@ def share_busy(tasks: int, threads: int) -> float:
 
 def uncut(rows: Rows) -> Cut:
     """All rows in one part."""
-    count = rows.rows * rows.group
+    count = rows.plan.rows * rows.group
     return Cut(np.arange(count, dtype=np.int32), np.array([0, count]), 1, [(0, rows.tiles)])
 
 
@@ -186,8 +174,8 @@ def with_fewest_rounds(rows: Rows, order: NDArray[np.int32], starts: Ints, most_
 def time_of(rows: Rows, cut: Cut) -> float:
     """What the longest tasks of all rounds cost."""
     costs = np.add.reduceat(rows.costs(cut.rounds)[cut.order], cut.starts[:-1])  # (parts, rounds)
-    part = np.arange(cut.parts)
-    return float(sum(costs[part, (part + turn) % cut.rounds].max() for turn in range(cut.rounds)))
+    part = np.arange(cut.parts)[:, None]
+    return float(costs[part, (part + np.arange(cut.rounds)) % cut.rounds].max(0).sum())
 
 
 def table(cut: Cut, rows: int, shape: tuple[int, int, int]) -> tuple[NDArray[np.void], list[tuple[int, int]]]:
