@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowtri
-from lowtri.backends.cpu import launch, parts
-from lowtri.backends.cpu.parts import Memory, Rows, choose_cut, folded, in_blocks, phase_of, table, time_of
+from lowtri.backends.cpu import forward, launch, parts
+from lowtri.backends.cpu.parts import Cut, Memory, Rows, choose_cut, folded, in_blocks, phase_of, table, time_of
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.kernels.abi import KEYS
 from lowtri.masks.plan import Plan, plan, row_of_runs
@@ -65,7 +65,7 @@ def test_each_tile_of_pairs_is_computed_once_and_added_alone(
             if row in cut.order[cut.starts[part] : cut.starts[part + 1]] % of.rows:
                 low, high = cut.copies[part // cut.rounds]
                 assert low <= first and last <= high
-    records, places = table(cut, of.nk, (2, 3, 4))
+    records, places = table(cut, of.nk, 2, (3, 4))
     tiles = [min(KEYS * high, of.nk) - KEYS * low for low, high in cut.copies[1:]]
     assert places[-1][0] == 2 * 7 * sum(tiles) and len(records) == count
 
@@ -128,6 +128,42 @@ def test_gradients_on_many_threads(mask: str, bias_shape: tuple[int, ...], dtype
         for one, two in zip(results[0], other, strict=True):
             assert (one - two).abs().max() <= 32 * EPS[dtype] * one.abs().max()
     assert all(torch.equal(one, two) for one, two in zip(results[3], results[4], strict=True))
+
+
+@pytest.mark.parametrize("most_tiles", [1000, 9, 0], ids=["one round", "some rounds", "as many as parts"])
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_every_cut(dtype: str, folds: bool, most_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one part but for rounding, with biases of keys, pairs and distances."""
+    q, k, v = (x.requires_grad_() for x in draw(b=2, hq=4, hkv=2, nq=330, nk=500, d=40, dv=24, dtype=dtype))
+    numbers = torch.promote_types(q.dtype, torch.float32)
+    d_output = draw(b=2, hq=4, nq=330, d=24, seed=1, dtype=dtype)[0]
+    slopes = torch.linspace(0.01, 0.1, 4, dtype=numbers, requires_grad=True)
+    distances = torch.randn(4, 500, dtype=numbers, requires_grad=True)
+    dense = [torch.randn(shape, dtype=numbers, requires_grad=True) for shape in ((2, 1, 1, 500), (1, 4, 330, 500))]
+    biases = [(x, x) for x in dense]
+    biases += [(slopes, lowtri.alibi(slopes)), (distances, lowtri.distance_bias(distances))]
+    cuts: list[Cut] = []
+
+    def chosen(rows: Rows, *rest: Any) -> Cut:
+        costs = rows.costs(1)[:, 0]
+        cut = parts.with_fewest_rounds(rows, *(folded(len(costs), 6) if folds else in_blocks(costs, 6)), most_tiles)
+        assert cut is not None
+        cuts.append(cut)
+        return cut
+
+    for mask in ("causal", "causal & window(100)", "causal & strided(7)"):
+        for leaf, bias in biases:
+            results = []
+            for choose in (lambda rows, *rest: parts.uncut(rows), chosen):
+                monkeypatch.setattr(forward, "choose_cut", choose)
+                PREPARED.clear()
+                out = lowtri.attention(q, k, v, mask, bias=bias, softcap=9.0, engine="cpu")
+                results.append(torch.autograd.grad(out, (q, k, v, leaf), d_output))
+            for one, two in zip(*results, strict=True):
+                assert (one - two).abs().max() <= 32 * EPS[dtype] * one.abs().max(), mask
+    assert {cut.rounds for cut in cuts} <= ({1} if most_tiles == 1000 else {2, 3, 6} if most_tiles else {6})
+    PREPARED.clear()
 
 
 def test_the_memory_of_64_threads_is_at_most_three_times_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ class _Backward:
         tile_rows = Rows(plan, sizes.heads // sizes.kv_heads)
         cut = choose_cut(tile_rows, heads, tile_threads("backward", call, plan), memory)
         self.copies = cut.copies[1:]
-        self.ranges, self.places = table(cut, rows, (heads, *padded_dims))
+        self.ranges, self.places = table(cut, rows, heads, padded_dims)
         self.order = cut.order
         numbers = self.places[-1][0]
         self.new_copies = layout.new((numbers,)) if numbers else None

@@ -11,6 +11,7 @@ With more rounds there are fewer copies, but each round prepares its rows of que
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
@@ -178,14 +179,14 @@ def time_of(rows: Rows, cut: Cut) -> float:
     return float(costs[part, (part + np.arange(cut.rounds)) % cut.rounds].max(0).sum())
 
 
-def table(cut: Cut, rows: int, shape: tuple[int, int, int]) -> tuple[NDArray[np.void], list[tuple[int, int]]]:
+def table(cut: Cut, rows: int, heads: int, sizes: Sequence[int]) -> tuple[NDArray[np.void], list[tuple[int, int]]]:
     """The record of each part for the kernel, and where copies of dK and dV begin and end after the first, in numbers.
 
     Args:
         rows: of dK and dV.
-        shape: batch x key/value heads, and the numbers in a row of dK and of dV.
+        heads: batch x key/value heads.
+        sizes: the numbers in a row of dK, and in one of dV.
     """
-    heads, *sizes = shape
     places, end = [(0, 0)], 0
     for first, last in cut.copies[1:]:
         count = max(0, min(KEYS * last, rows) - KEYS * first)
