@@ -281,7 +281,10 @@ class Given(NamedTuple):
 
 
 def _given(arguments: Arguments) -> Given:
-    call = _read_call(arguments.call)
+    q, k, v, text, *rest = arguments
+    call = _read_call(text)
+    if not any(rest):  # most calls
+        return Given(q, k, v, call.mask, call.options, None, None)
     tensors = list(arguments.tensors or ())
     named: dict[str, Any] = dict(zip(call.tensors, tensors, strict=False))
     factors: dict[str, Any] = dict(zip(call.factors, arguments.factors or (), strict=True))
@@ -289,7 +292,7 @@ def _given(arguments: Arguments) -> Given:
     options = call.options._replace(**named, **factors)
     options = options._replace(bias=bias_from_arguments(options.bias, call.bias_kind))
     mask = _mask(call.mask, tensors[len(call.tensors) :], arguments.numbers)
-    return Given(arguments.q, arguments.k, arguments.v, mask, options, seed, call.bias_kind)
+    return Given(q, k, v, mask, options, seed, call.bias_kind)
 
 
 def _mask(text: str, arrays: Sequence[Tensor], numbers: Sequence[int] | None) -> Any:
