@@ -123,11 +123,11 @@ class _Options(NamedTuple):
     return_attn_probs: bool
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, positions: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Attention of q, k and v (B, H, N, D), returned in flash-attn's layout.
+        """Attention of q, k and v (B, H, N, D) or (H, N, D), returned in flash-attn's layout.
 
         Returns:
-            the output (B, Nq, Hq, D); and with ``return_attn_probs`` the log-sum-exp (B, Hq, Nq), float32, without gradient, and inf
-            where a query sees no key, and the weights, empty without dropout.
+            the output (..., Nq, Hq, D); and with ``return_attn_probs`` the log-sum-exp (..., Hq, Nq), float32, without gradient, and
+            inf where a query sees no key, and the weights, empty without dropout.
         """
         weighted = self.return_attn_probs and self.dropout_p > 0
         bias = None
@@ -147,7 +147,7 @@ class _Options(NamedTuple):
             **positions,
         )
         output, *rest = result if self.return_attn_probs else (result,)
-        output = output.transpose(1, 2).contiguous()  # callers use view
+        output = output.transpose(-2, -3).contiguous()  # callers use view
         if not self.return_attn_probs:
             return (output,)
         lse = rest[-1].detach()
@@ -303,11 +303,8 @@ def flash_attn_varlen_func(
         results = _one_by_one(options, (q, k, v), (of_q, of_k))
     else:
         apart, positions = _documents(of_q, of_k, total_q, total_k)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, total, D)
-        results = options.run(q, k, v, mask if apart is None else mask & apart, positions)
-        if not return_attn_probs:
-            return results[0][0]
-        results = tuple(x[0] if x.ndim > 1 else x for x in results)  # what is not returned is empty
+        mask = mask if apart is None else mask & apart
+        results = options.run(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), mask, positions)
     return results if return_attn_probs else results[0]
 
 
@@ -374,12 +371,12 @@ def _one_by_one(options: _Options, tensors: tuple[Tensor, ...], edges: tuple[Int
         one = options._replace(alibi_slopes=None if slopes is None else slopes[b], return_attn_probs=True)
         rows, columns = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
         positions = bottom_right_positions(rows.stop - rows.start, columns.stop - columns.start)
-        own_q, own_k, own_v = (x.transpose(0, 1)[None] for x in (q[rows], k[columns], v[columns]))
+        own_q, own_k, own_v = (x.transpose(0, 1) for x in (q[rows], k[columns], v[columns]))
         output, lse, part = one.run(own_q, own_k, own_v, mask, positions)
-        outputs.append(output[0])
-        lses.append(lse[0])
+        outputs.append(output)
+        lses.append(lse)
         if dropped:
-            weights[:, rows, columns] = part[0].detach()
+            weights[:, rows, columns] = part.detach()
     rest = len(q) - int(of_q[-1])
     whole = torch.cat([*outputs, q.new_zeros(rest, q.shape[1], v.shape[2])])
     return whole, torch.nn.functional.pad(torch.cat(lses, 1), (0, rest), value=torch.inf), weights
