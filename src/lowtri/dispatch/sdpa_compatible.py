@@ -126,7 +126,8 @@ def _is_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:
     What else must hold of arrays, attention checks.
     """
     try:
-        of_q, of_k, of_v = q.shape, k.shape, v.shape
+        of_q = q.shape
+        of_k, of_v = k.shape, v.shape
         if not len(of_q) == len(of_k) == len(of_v) == 4:
             return False
     except (AttributeError, RuntimeError, TypeError):  # no arrays, or nested tensors

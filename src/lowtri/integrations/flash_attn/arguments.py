@@ -15,7 +15,8 @@ from lowtri.errors import CallError
 from lowtri.masks import POSITION_MAX
 
 NO_WINDOW = (-1, -1)  # the default of window_size
-ROWS, PACKED, SLOTS = "(B, N, H, D)", "(total, H, D)", "(B, slots, H, D)"  # layouts
+ROWS, PACKED = "(B, N, H, D)", "(total, H, D)"
+SLOTS = "(B, slots, H, D)"
 _INTEGERS = (torch.int32, torch.int64)
 
 
