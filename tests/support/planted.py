@@ -132,7 +132,7 @@ def _of_argument(name: str, change: Change) -> Change:
 
     def plant(right: Any) -> Any:
         def wrong(*args: Any) -> Any:
-            return change(right)(*args) if args[-1][1] == name else right(*args)
+            return change(right)(*args) if args[4][1] == name else right(*args)
 
         return wrong
 
@@ -143,7 +143,7 @@ def _of_argument(name: str, change: Change) -> Change:
     "padding polarity",
     "padding left, 5 queries",
     MULTIHEAD,
-    (torch_nn, "read_table"),
+    (torch_nn, "read_pairs"),
     f"{MULTIHEAD}, bools",
     f"{MULTIHEAD}, floats",
 )
@@ -157,7 +157,7 @@ def _(right: Any) -> Any:
     return _of_argument("key_padding_mask", lambda _: wrong)(right)
 
 
-@fault("padding bias", "bias of keys", MULTIHEAD, (torch_nn, "read_table"), f"{MULTIHEAD}, floats")
+@fault("padding bias", "bias of keys", MULTIHEAD, (torch_nn, "read_pairs"), f"{MULTIHEAD}, floats")
 def _(right: Any) -> Any:
     """Numbers in key_padding_mask hide, and are not added."""
 
@@ -168,15 +168,15 @@ def _(right: Any) -> Any:
     return _of_argument("key_padding_mask", lambda _: wrong)(right)
 
 
-@fault("rows and heads", "ALiBi, 5 queries", MULTIHEAD, (torch_nn, "_checked"), f"{MULTIHEAD}, bools")
+@fault("rows and heads", "ALiBi, 5 queries", MULTIHEAD, (torch_nn, "_read_masks"), f"{MULTIHEAD}, bools")
 def _(right: Any) -> Any:
     """The first dimension of a 3-D attn_mask is read as heads times rows."""
 
-    def wrong(masks: Any, sizes: Any, *rest: Any) -> Any:
-        mask, padding = right(masks, sizes, *rest)
-        if mask is not None and mask.ndim == 4:
-            mask = mask.flatten(0, 1).unflatten(0, (sizes[1], sizes[0])).transpose(0, 1)
-        return mask, padding
+    def wrong(pairs: Any, *rest: Any) -> Any:
+        if pairs is not None:
+            rows, heads = pairs.shape[:2]
+            pairs = pairs.flatten(0, 1).unflatten(0, (heads, rows)).transpose(0, 1)
+        return right(pairs, *rest)
 
     return wrong
 

@@ -100,7 +100,8 @@ class RotaryEmbedding(torch.nn.Module):
         angles = torch.outer(positions.float(), rotary_frequencies(self.dim, self.base, device=qkv.device))
         cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
         # A leaf that gets gradients may not be written in place.
-        qkv, kv = (x.clone() if x is not None and x.requires_grad and x.is_leaf else x for x in (qkv, kv))
+        tensors: list[Any] = [x.clone() if x is not None and x.requires_grad and x.is_leaf else x for x in (qkv, kv)]
+        qkv, kv = tensors
         if kv is not None:
             parts = [qkv, kv[:, :, 0]]
         elif num_heads_q is not None:
