@@ -458,8 +458,7 @@ NOT_AS_THEY_ARE = {
 
 
 @pytest.mark.parametrize("name", NOT_AS_THEY_ARE)
-def test_other_arrays_are_made_such(name):
+def test_other_arrays(name):
     arrays = NOT_AS_THEY_ARE[name](*draw((2, 4), 5, 5))
-    assert not sdpa_compatible._is_usual(*arrays, False)
     in_memory = [torch.zeros(x.shape) if x._is_zerotensor() else x for x in arrays]  # torch's own function reads others
     torch.testing.assert_close(ours(*arrays), torchs(*in_memory), atol=1e-5, rtol=0)
