@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import textwrap
 from typing import Any
 
 import numpy as np
@@ -14,11 +11,10 @@ import torch
 from attention_cases import DTYPES, EPS, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import run_on_baseline
-from process_memory import peak_of_process
 
 import lowtri
 from lowtri import CallError
+from processes import printed
 
 ENGINES = ("cpu", "formula", "reference")
 BOTH: dict[str, Any] = {"return_weights": True, "return_received": True}
@@ -221,7 +217,7 @@ def test_the_kernels_return_weights() -> None:
 
 MEMORY = """
     import torch, lowtri
-    from process_memory import peak_of_process
+    from processes import peak_of_process
     torch.set_num_threads(1)
     x = torch.randn(3, 1, 1, 20_000, 16)
     lowtri.attention(*x[..., :200, :], "causal", return_received=True)
@@ -234,12 +230,7 @@ MEMORY = """
 
 def test_received_weights_take_memory_for_the_keys_alone() -> None:
     """20,000 tokens, whose weights would take 1.6 GB."""
-    paths = os.pathsep.join([os.path.dirname(peak_of_process.__code__.co_filename), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", textwrap.dedent(MEMORY)]
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) < 16 * 2**20
+    assert int(printed("-c", MEMORY)) < 16 * 2**20
 
 
 ON_ANOTHER = """
@@ -260,5 +251,4 @@ ON_ANOTHER = """
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names an instruction set of x86-64")
 def test_another_instruction_set_computes_the_same() -> None:
-    done = run_on_baseline(ON_ANOTHER)
-    assert done.stdout.strip() == "the same", done.stderr[-2000:]
+    assert printed("-c", ON_ANOTHER, LOWTRI_ISA="baseline") == "the same"

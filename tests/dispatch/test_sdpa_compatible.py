@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -21,6 +19,7 @@ from lowtri import CallError
 from lowtri import scaled_dot_product_attention as ours
 from lowtri.dispatch import sdpa_compatible
 from lowtri.ops.dense_tables import lowest_number, read_numbers
+from processes import printed
 
 FRONTS = {2: (), 3: (4,), 4: (3, 4), 5: (2, 3, 4)}  # the dimensions before (L, E)
 LENGTHS = [(6, 6), (4, 7), (7, 4), (1, 7), (6, 1)]
@@ -392,7 +391,7 @@ assert torch.allclose(F.scaled_dot_product_attention(q, q, q, is_causal=True), t
 layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).train()
 layer(q[0]).sum().backward()
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+    printed("-W", "error", "-c", program)
 
 
 @pytest.mark.parametrize(

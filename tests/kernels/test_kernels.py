@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import numpy as np
 import pytest
 import torch
@@ -15,6 +10,7 @@ from attention_cases import is_contract_precise
 import lowtri
 from lowtri.backends.cpu import launch
 from lowtri.kernels import abi
+from processes import printed
 
 COMPARED = """
     import torch, lowtri
@@ -36,17 +32,6 @@ COMPARED = """
 """
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own: a wrong instruction set ends a process without an exception."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def qkv(n: int = 200, d: int = 32, heads: int = 2, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(1, heads, n, d, generator=generator) for _ in range(3)]
@@ -55,8 +40,7 @@ def qkv(n: int = 200, d: int = 32, heads: int = 2, seed: int = 0) -> list[torch.
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["avx2", "baseline"])
 def test_smaller_instruction_sets_compute_the_same(name: str) -> None:
-    done = python(COMPARED, LOWTRI_ISA=name)
-    assert (done.returncode, done.stdout.strip()) == (0, name), done.stderr[-2000:]
+    assert printed("-c", COMPARED, LOWTRI_ISA=name) == name
 
 
 def test_numpy_without_torch_runs_on_python_threads() -> None:
@@ -70,8 +54,7 @@ def test_numpy_without_torch_runs_on_python_threads() -> None:
         assert "torch" not in sys.modules
         print(members, abs(output - lowtri.attention(x, x, x, "causal", engine="reference")).max() < 1e-5)
     """
-    done = python(code, OMP_NUM_THREADS="2")
-    assert done.stdout.strip() == "[2] True", done.stderr[-2000:]
+    assert printed("-c", code, OMP_NUM_THREADS="2") == "[2] True"
 
 
 def test_which_engine_gives_the_reasons() -> None:

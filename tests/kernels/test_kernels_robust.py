@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from process_memory import peak_of_process
 
 import lowtri
+from processes import peak_of_process, printed
 
 
 def qkv(nq: int, nk: int, seed: int = 0, d: int = 32) -> list[torch.Tensor]:
     source = torch.Generator().manual_seed(seed)
     return [torch.randn(1, heads, n, d, generator=source) for heads, n in ((4, nq), (2, nk), (2, nk))]
-
-
-def python(code: str, **environment: str) -> str:
-    """The output of a separate process; one that hangs is a failure."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", **environment}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip()
 
 
 def test_forward_backward_and_decoding_on_eight_python_threads() -> None:
@@ -79,7 +67,7 @@ def test_in_the_workers_of_a_data_loader() -> None:
         loader = torch.utils.data.DataLoader(Rows(), num_workers=2, batch_size=None, timeout=100)
         print(sum(torch.equal(row, mine) for row in loader))
     """
-    assert python(code) == "6"
+    assert printed("-c", code, OMP_NUM_THREADS="2") == "6"
 
 
 INTERRUPTED = """
@@ -137,8 +125,8 @@ def test_an_interrupt_is_raised_when_all_threads_are_done(library: str) -> None:
     imports = "import torch" if with_torch else ""
     convert = "small, large = ([torch.from_numpy(x) for x in each] for each in (small, large))" if with_torch else ""
     n = int(9000 / float(os.environ.get("TEST_SLOWNESS", 1)) ** 0.5)  # as long a call in an emulator
-    printed = python(INTERRUPTED.format(imports=imports, convert=convert, n=n))
-    assert printed.split("\n") == ["interrupted True", "True"]
+    program = INTERRUPTED.format(imports=imports, convert=convert, n=n)
+    assert printed("-c", program, OMP_NUM_THREADS="2").split("\n") == ["interrupted True", "True"]
 
 
 @pytest.mark.not_emulated  # the code that could leak is the same everywhere

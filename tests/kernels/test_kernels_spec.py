@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -149,18 +145,6 @@ def test_an_unsupported_instruction_set_raises() -> None:
     assert target.instruction_set(None, FEATURES, "x86_64", lambda name: name in ("avx2", "baseline")).name == "avx2"
 
 
-def python(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 # How rows are read.
 
 FAMILIES = [("forward", 130, 64), ("forward", 131, 96), ("decode", 1, 64), ("decode", 5, 32)]
@@ -230,91 +214,3 @@ def test_float16_is_read_without_a_copy(monkeypatch: pytest.MonkeyPatch, kind: s
         actual = torch.as_tensor(lowtri.attention(*arrays, "causal & window(30)", engine="cpu"))
         expected = lowtri.attention(q.double(), k.double(), v.double(), "causal & window(30)", engine="reference")
         assert actual.dtype == torch.float16 and (actual.double() - expected).abs().max() <= 2e-3
-
-
-# Code for other CPUs.
-
-AVX512 = "+sse4.2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512bf16"
-COMPILED = """
-    import collections, re, sys
-    from importlib import import_module
-    from numba import cfunc, types
-    from lowtri.kernels import abi, product
-    from lowtri.kernels.device import NUMBA_OPTIONS, RecordType
-    from lowtri.kernels.isa import Avx512Bf16 as Isa
-    from lowtri.kernels.spec import KernelSpec
-    from lowtri.kernels.values import Matrix, Packed
-
-    def multiply(call):
-        a, b, c = Matrix(call.k, call.k_strides.n, 1), Packed(call.q, 64), Packed(call.o, 64)
-        product.product(a, b, c, call.nk, call.head_dim, 0, 64, call.spec)
-
-    def code(dtype, rows, kernel=multiply, record=abi.FORWARD):
-        kind = RecordType(record.dtype, KernelSpec(dtype, rows, Isa()))
-        return cfunc(types.void(kind), **NUMBA_OPTIONS)(kernel)
-
-    WAYS = (("float32", "direct"), ("bfloat16", "bf16x2"), ("float64", "direct"))
-"""
-
-
-@pytest.mark.x86
-@pytest.mark.compiler
-def test_avx512_keeps_the_register_tile_of_each_product() -> None:
-    """6 rows x 4 vectors of 512 bits: 24 multiply-adds for 6 broadcasts and 4 loads, without spills."""
-    printed = python(
-        COMPILED
-        + """
-    for way in WAYS:
-        asm = code(*way)._library.get_asm_str()
-        loops = re.findall(r"^(\\.L\\w+):\\n((?:(?!\\.L\\w+:).*\\n)*?\\tj\\w+\\t\\1\\n)", asm, re.M)
-        bodies = [body for _, body in loops if "zmm" in body]
-        print(Isa.name, *way, max(len(re.findall(r"vfmadd\\w+p[sd]\\t.*zmm|vdpbf16ps.*zmm", body)) for body in bodies),
-              any("(%rsp)" in line and "zmm" in line for body in bodies for line in body.splitlines()))
-    """,
-        NUMBA_CPU_NAME="sapphirerapids",
-        NUMBA_CPU_FEATURES=AVX512,
-    )
-    lines = [line.split() for line in printed.splitlines()]
-    assert [line[:2] for line in lines] == [["avx512-bf16", way] for way in ("float32", "bfloat16", "float64")]
-    assert all(int(line[3]) % 24 == 0 and line[4] == "False" for line in lines), printed
-
-
-@pytest.mark.x86
-@pytest.mark.compiler
-@pytest.mark.sweep
-def test_whole_kernels_compile_for_avx512_and_bf16() -> None:
-    printed = python(
-        COMPILED
-        + """
-    for family in ("forward", "backward"):
-        for way in WAYS:
-            asm = code(*way, getattr(import_module(f"lowtri.kernels.{family}"), family), getattr(abi, family.upper()))
-            asm = asm._library.get_asm_str()
-            print(family, *way, *(len(re.findall(word, asm)) for word in ("vdpbf16ps", "vfmadd\\\\w+p[sd]", "vscalefp")))
-    """,
-        NUMBA_CPU_NAME="znver4",
-        NUMBA_CPU_FEATURES=AVX512,
-    )
-    for line in printed.splitlines():
-        _, dtype, _, pairs, fused, scaled = line.split()
-        assert (int(pairs) > 100) == (dtype == "bfloat16") and int(fused) > 20 and int(scaled) > 0, line
-
-
-@pytest.mark.compiler
-def test_neon_code_is_generated_for_arm() -> None:
-    printed = python(
-        COMPILED
-        + """
-    import llvmlite.binding as llvm
-    from lowtri.kernels.isa import Neon as Isa
-
-    llvm.initialize_all_targets(); llvm.initialize_all_asmprinters()
-    machine = llvm.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(opt=3)
-    for way in WAYS:
-        text = re.sub(r'(?m)^target (datalayout|triple).*$', "", code(*way).inspect_llvm())
-        text = re.sub(r'"target-(cpu|features)"="[^"]*"', "", text)
-        module = llvm.parse_assembly(text); module.triple = "aarch64-unknown-linux-gnu"
-        print(*way, len(re.findall(r"\\tfmla\\tv", machine.emit_assembly(module))))
-    """
-    )
-    assert all(int(line.split()[2]) >= 24 for line in printed.splitlines()) and len(printed.splitlines()) == 3, printed

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import EPS
-from tile_cases import compare, inputs, results
+from gradient_cases import compare, inputs, results
 
 import lowtri
 from lowtri.backends.cpu import launch

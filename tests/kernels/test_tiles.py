@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from amx_emulated import with_tiles
+from gradient_cases import bf16, compare, inputs, results
 from numba import types
-from tile_cases import bf16, compare, inputs, results
 
 import lowtri
 from lowtri.backends import cpu
