@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -157,10 +156,3 @@ def test_errors(act: Any, words: str) -> None:
     with pytest.raises((CallError, MaskError), match=words) as caught:
         act()
     assert len(str(caught.value).splitlines()) <= 3
-
-
-def test_dense_tensors_are_untouched() -> None:
-    x = np.eye(3)
-    assert np.array_equal(
-        lowtri.attention(x, x, x, "causal"), lowtri.scaled_dot_product_attention(x, x, x, is_causal=True)
-    )

@@ -57,17 +57,6 @@ def test_numpy_without_torch_runs_on_python_threads() -> None:
     assert printed("-c", code, OMP_NUM_THREADS="2") == "[2] True"
 
 
-def test_which_engine_gives_the_reasons() -> None:
-    q, k, v = qkv(n=20)
-    bias, positions = lowtri.alibi(torch.tensor([0.5, 0.25])), torch.arange(20) * 2
-    choice = lowtri.which_engine(q, k, v, "causal", bias=bias, q_positions=positions, k_positions=positions)
-    assert choice.answers["cpu"] == "no: it reads a bias over distances at consecutive positions only"
-    assert (
-        lowtri.which_engine(*(x.to("meta") for x in (q, k, v)), "causal").answers["cpu"]
-        == "no: the tensors are on meta"
-    )
-
-
 def test_decoding_under_a_window_reads_the_keys_in_it(monkeypatch) -> None:
     seen, real = [], launch.Launch.run_at
 
@@ -91,19 +80,6 @@ def test_a_window_over_many_queries_needs_little_memory() -> None:
     output = lowtri.attention(q, k, v, "causal & window(64)", engine="cpu")
     last = (q[:, :, -8:], k[:, :, -128:], v[:, :, -128:])
     assert is_contract_precise(output[:, :, -8:], *last, "causal & window(64)")
-
-
-@pytest.mark.parametrize("nq", [1, 130], ids=["decode", "forward"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_row_of_the_least_number_as_bias_is_a_mean(dtype: torch.dtype, nq: int) -> None:
-    """``finfo.min`` is a number: where it stands at every key it hides none, as in torch."""
-    q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (nq, 130, 131))
-    v = v[:, :, :130]
-    bias = torch.zeros(1, 1, nq, 130, dtype=dtype)
-    bias[..., nq // 2, :] = torch.finfo(dtype).min
-    output = lowtri.attention(q, k, v, "full", bias=bias, engine="cpu")
-    mean = v.double().mean(dim=2)
-    assert (output[:, :, nq // 2].double() - mean).abs().max() <= 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("size", [1e4, 1e7, 1e10, 1e15])

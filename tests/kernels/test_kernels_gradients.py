@@ -61,14 +61,6 @@ def test_gradients_of_every_head_size(sizes, dtype) -> None:
     compare(inputs(131, *sizes), "causal & window(90)", DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_inputs_that_lie_apart(dtype) -> None:
-    """Heads last and neighbours apart, as projections leave them, and a gradient that is one number everywhere."""
-    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(97, 32, 32, rows=2)]
-    tensors[3] = torch.ones(()).bfloat16().expand(tensors[3].shape)
-    compare(tensors, "causal", DTYPES[dtype])
-
-
 def three_gradients(tensors: list[torch.Tensor], mask: str) -> list[list[torch.Tensor]]:
     """Of the formula in float64, of the formula and of the kernels in float32."""
     ways = (("formula", torch.float64), ("formula", torch.float32), ("cpu", torch.float32))

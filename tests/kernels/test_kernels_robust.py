@@ -36,23 +36,6 @@ def test_forward_backward_and_decoding_on_eight_python_threads() -> None:
         torch.set_num_threads(before)
 
 
-def test_the_number_of_threads_may_change_between_calls() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv(300, 300))
-    before, actual = torch.get_num_threads(), []
-    try:
-        for count in (1, 3, 2, 1):
-            torch.set_num_threads(count)
-            output = lowtri.attention(q, k, v, "causal", engine="cpu")
-            decoded = lowtri.attention(q[:, :, -1:], k, v, "causal", engine="cpu")
-            actual.append([output, decoded, *torch.autograd.grad(output.sum(), (q, k, v))])
-    finally:
-        torch.set_num_threads(before)
-    for run in actual[1:]:
-        for a, b in zip(actual[0], run, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
-    assert all(torch.equal(a, b) for a, b in zip(actual[0], actual[3], strict=True))
-
-
 def test_in_the_workers_of_a_data_loader() -> None:
     code = """
         import torch, lowtri

@@ -3,105 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from typing import Any
 
-import build_kernels
 import numpy as np
 import pytest
 import torch
-from numba import types
 
 import lowtri
-from lowtri.backends import cpu
-from lowtri.backends.cpu.launch import Launch
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
-from lowtri.kernels import abi, spec, target, threads
-from lowtri.kernels.device import RecordType
+from lowtri.kernels import spec, target
 from lowtri.kernels.isa import Amx, Avx2, Avx512Bf16
-from lowtri.kernels.simd import write
-from lowtri.kernels.spec import Array, KernelSpec
+from lowtri.kernels.spec import Array
 from lowtri.masks.plan import TILE_Q
 from lowtri.masks.tile import FULL
-from lowtri.ops.arguments import describe
 
-RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
 FEATURES = Avx512Bf16.features
-
-
-def values_of(record: abi.Abi) -> dict[str, Any]:
-    """A value for each prepared field, all different."""
-    number = count(1)
-    return {
-        name: {part: next(number) for part in parts} if parts else next(number)
-        for name, parts in record.prepared_fields.items()
-    }
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
-def test_every_field_is_written_under_its_name_in_any_order(record: abi.Abi) -> None:
-    values = values_of(record)
-    backwards = {name: dict(reversed(x.items())) if isinstance(x, dict) else x for name, x in reversed(values.items())}
-    memory = bytes(record.run_format.size) + record.record_bytes(backwards)
-    actual = np.frombuffer(memory, record.dtype)[0]
-    for name, value in values.items():
-        if isinstance(value, dict):
-            assert {part: actual[name][part] for part in value} == value
-        else:
-            assert actual[name] == value
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
-def test_a_field_without_a_value_and_a_value_without_a_field_raise(record: abi.Abi) -> None:
-    values = values_of(record)
-    without = {name: value for name, value in values.items() if name != "heads"}
-    strides = {**values["q_strides"], "z": 1}
-    for wrong in (without, values | {"tails": 1}, values | {"q_strides": {"b": 1}}, values | {"q_strides": strides}):
-        with pytest.raises(KeyError):
-            record.record_bytes(wrong)
-
-
-def named(call: Any) -> None:
-    """A kernel that writes what it reads: an integer, a stride, an option, an address."""
-    write(call.o, call.nk, call.spec)
-    write(call.o + 8, call.k_strides.n, call.spec)
-    write(call.o + 16, call.options.softcap, call.spec)
-    write(call.o + 24, call.plan.bits, call.spec)
-
-
-@pytest.mark.compiler
-def test_a_kernel_reads_the_fields_by_name() -> None:
-    values, actual = values_of(abi.FORWARD), np.zeros(4)
-    record = np.frombuffer(
-        bytearray(bytes(abi.FORWARD.run_format.size) + abi.FORWARD.record_bytes(values)), abi.FORWARD.dtype
-    )
-    record["o"] = actual.ctypes.data
-    record_type = RecordType(abi.FORWARD.dtype, KernelSpec("float64", "direct", target.ISA))
-    code = build_kernels.compiled(named, types.void(record_type))
-    threads.run_team(code, record.ctypes.data, 1)
-    assert [*actual] == [values["nk"], values["k_strides"]["n"], values["options"]["softcap"], values["plan"]["bits"]]
 
 
 def qkv(nq: int, nk: int, d: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, heads, n, d, generator=generator).to(dtype) for heads, n in ((4, nq), (2, nk), (2, nk))]
-
-
-def run(launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    output = torch.empty_like(q)
-    launch.run_at(launch.prepared, *(x.data_ptr() for x in (q, k, v, output)), 0, 0, 0, 0, 0)
-    return output
-
-
-def test_a_prepared_launch_runs_on_other_arrays_from_many_threads_at_once() -> None:
-    calls = [qkv(100, 100, 32, seed=seed) for seed in range(8)]
-    launch = cpu.prepare(describe(*calls[0], "causal")[0]).launch
-    alone = [lowtri.attention(*call, "causal", engine="cpu") for call in calls]
-    with ThreadPoolExecutor(8) as pool:
-        for actual, expected in zip(pool.map(lambda call: run(launch, *call), calls * 20), alone * 20, strict=True):
-            assert torch.equal(actual, expected)
 
 
 def test_kernels_and_plans_have_the_same_tiles() -> None:

@@ -108,47 +108,6 @@ def test_a_cache_changes_nothing(mask, chunks):
         assert (torch.cat(parts, 1) - expected).abs().max() <= limit
 
 
-def test_a_cache_attends_at_the_default_positions_where_they_are_its_own(monkeypatch):
-    """Keys at 0 .. S-1, the new ones last, is what attention assumes by itself; anything else is told."""
-    from lowtri.generation import cache as generation_cache
-
-    told, attend = [], generation_cache.attention_over_cache
-
-    def watched(*inputs):
-        told.append(inputs[-1].q is not None)
-        return attend(*inputs)
-
-    monkeypatch.setattr(generation_cache, "attention_over_cache", watched)
-
-    def says(model, places=None, rows=1, crop=None):
-        cache, ids = model.make_cache(rows), ids_of((rows, 80))[:, :60]
-        with torch.no_grad():
-            model(ids[:, :8], cache=cache, positions=places)
-            if crop is not None:
-                cache.crop(crop)
-            told.clear()
-            last = [model(ids[:, t : t + 1], cache=cache) for t in range(8, 40)][-1]
-        return set(told), last
-
-    assert says(decoder())[0] == {False}
-    assert says(decoder(), rows=2)[0] == {False}
-    assert says(decoder(), crop=3)[0] == {False}
-    assert says(decoder(), np.arange(2, 10))[0] == {True}
-    assert says(decoder(), np.array([[-1, 0, 1, 2, 3, 4, 5, 6]]))[0] == {True}
-    assert says(decoder(max_position_embeddings=500), np.arange(8) * 2)[0] == {True}
-    ring = decoder(mask="causal & window(4)")
-    cache = lowtri.KVCache(ring.mask, block=4)
-    with torch.no_grad():
-        parts = []
-        for t in range(40):
-            told.clear()
-            parts.append(ring(ids_of((1, 40))[:, t : t + 1], cache=cache))
-            assert set(told) == {cache.evicted > 0}
-        assert cache.evicted > 20, "a ring"
-        expected, limit = logits_with_rounding(ring, ids_of((1, 40)))
-        assert (torch.cat(parts, 1) - expected).abs().max() <= limit
-
-
 def test_prompts_of_different_lengths_share_a_batch():
     model, lengths = decoder(num_key_value_heads=2, mask="causal & window(6)"), [9, 3, 6]
     rows = [ids_of((n + 8,), seed=n) for n in lengths]
