@@ -42,127 +42,94 @@ from lowtri.masks import (
     window,
 )
 
-GRIDS = [
-    (
-        window(1),
-        """
-        █···
-        ·█··
-        ··█·
-        ···█
-        """,
-    ),
-    (
-        causal() & (window(2) | first(1)),  # attention sinks
-        """
-        █····
-        ██···
-        ███··
-        █·██·
-        █··██
-        """,
-    ),
-    (
-        causal() | first(3),  # a prefix language model
-        """
-        ███··
-        ███··
-        ███··
-        ████·
-        █████
-        """,
-    ),
-    (
-        causal() & documents(lengths=[2, 1, 2]),  # packed rows
-        """
-        █····
-        ██···
-        ··█··
-        ···█·
-        ···██
-        """,
-    ),
-    (
-        causal() - window(2),
-        """
-        ····
-        ····
-        █···
-        ██··
-        """,
-    ),
-    (
-        band(0, 1) & ~strided(1) | chunks(3),
-        """
-        ███··
-        ███··
-        ███··
-        ···██
-        ···██
-        """,
-    ),
-    (
-        causal() & keys([False, False, True, True, True]),  # left padding
-        """
-        ·····
-        ·····
-        ··█··
-        ··██·
-        ··███
-        """,
-    ),
-    (
-        documents(lengths=[3, 5], inner="causal & (window(2) | first(1))"),  # each document has a sink of its own
-        """
-        █·······
-        ██······
-        ███·····
-        ···█····
-        ···██···
-        ···███··
-        ···█·██·
-        ···█··██
-        """,
-    ),
-    (
-        documents([7, 7, 7, 1, 1, 1, 1], inner=chunks(2)),  # chunks that begin anew
-        """
-        ██·····
-        ██·····
-        ··█····
-        ···██··
-        ···██··
-        ·····██
-        ·····██
-        """,
-    ),
-    (
-        tree([-1, 0, 0, 2, -1], start=2, inner="causal & window(3)"),  # drafts that branch; the last is a second root
-        """
-        █······
-        ██·····
-        ███····
-        ·███···
-        ·██·█··
-        ··█·██·
-        ██····█
-        """,
-    ),
-    (
-        documents([0, 1, 0, 1]),  # ids need not be sorted
-        """
-        █·█·
-        ·█·█
-        █·█·
-        ·█·█
-        """,
-    ),
-]
+GRIDS = """
+window(1)
+█···
+·█··
+··█·
+···█
+
+causal & (window(2) | first(1))  # attention sinks
+█····
+██···
+███··
+█·██·
+█··██
+
+causal | first(3)  # a prefix language model
+███··
+███··
+███··
+████·
+█████
+
+causal & documents(lengths=[2, 1, 2])  # packed rows
+█····
+██···
+··█··
+···█·
+···██
+
+causal - window(2)
+····
+····
+█···
+██··
+
+band(0, 1) & ~strided(1) | chunks(3)
+███··
+███··
+███··
+···██
+···██
+
+causal & keys([False, False, True, True, True])  # left padding
+·····
+·····
+··█··
+··██·
+··███
+
+documents(lengths=[3, 5], inner="causal & (window(2) | first(1))")  # each document has a sink of its own
+█·······
+██······
+███·····
+···█····
+···██···
+···███··
+···█·██·
+···█··██
+
+documents([7, 7, 7, 1, 1, 1, 1], inner="chunks(2)")  # chunks that begin anew
+██·····
+██·····
+··█····
+···██··
+···██··
+·····██
+·····██
+
+tree([-1, 0, 0, 2, -1], start=2, inner="causal & window(3)")  # drafts that branch; the last is a second root
+█······
+██·····
+███····
+·███···
+·██·█··
+··█·██·
+██····█
+
+documents([0, 1, 0, 1])  # ids need not be sorted
+█·█·
+·█·█
+█·█·
+·█·█
+"""
 
 
-@pytest.mark.parametrize(("m", "grid"), GRIDS, ids=[repr(m) for m, _ in GRIDS])
-def test_grids(m: Mask, grid: str) -> None:
-    lines = grid.split()
+@pytest.mark.parametrize("grid", GRIDS.strip().split("\n\n"), ids=lambda grid: grid.split("  #")[0].split("\n")[0])
+def test_grids(grid: str) -> None:
+    text, *lines = grid.split("\n")
+    m = mask(text.split("  #")[0])
     assert m.draw(len(lines)).split() == lines
     np.testing.assert_array_equal(m.dense(len(lines)), [[mark == "█" for mark in line] for line in lines])
 
@@ -208,17 +175,8 @@ def test_trees_of_rows_that_begin_apart() -> None:
 
 
 def test_one_pair_gives_a_plain_bool() -> None:
-    for m in [
-        causal(),
-        ~causal(),
-        window(2),
-        first(2),
-        full(),
-        keys([True]),
-        documents([0, 1]),
-        table([[True]]),
-        chunks(2),
-    ]:
+    simple = ["causal", "~causal", "window(2)", "first(2)", "full", "keys([True])", "documents([0, 1])", "chunks(2)"]
+    for m in (*map(mask, simple), table([[True]])):
         assert type(m(0, 0)) is bool, m
         assert type((m & causal())(0, 0)) is bool, m
 
