@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import DTYPES, EPS, draw
+from attention_cases import DTYPES, EPS, draw, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -101,12 +101,12 @@ def test_rows_with_positions_of_their_own() -> None:
 
 def test_threads_and_layouts_change_nothing() -> None:
     q, k, v = (x.requires_grad_() for x in draw(b=2, nq=300, nk=300, d=32, dv=32))
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+
+    def run() -> list[torch.Tensor]:
         out = attention(q, k, v, "causal", dropout=0.3)
-        results.append([out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))])
-    torch.set_num_threads(1)
+        return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
+
+    results = on_threads((1, 2, 3), run)
     for other in results[1:]:
         assert torch.equal(results[0][0], other[0])
         assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(results[0], other, strict=True))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import DTYPES, EPS, draw
+from attention_cases import DTYPES, EPS, draw, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,15 +145,12 @@ def test_a_visible_nan_comes_out_and_a_hidden_one_does_not() -> None:
 
 
 def test_threads_change_no_bit() -> None:
+    mask = "causal & window(700)"
     for heads in (1, 2, 8):
         q, k, v = draw(b=1, hq=heads, hkv=1, nq=500, nk=1100, d=32, dv=32)
-        results = []
-        for threads in (1, 2, 3, 16):
-            torch.set_num_threads(threads)
-            results.append(lowtri.attention(q, k, v, "causal & window(700)", engine="cpu", **BOTH)[1:])
-        torch.set_num_threads(1)
+        results = on_threads((1, 2, 3, 16), partial(lowtri.attention, q, k, v, mask, engine="cpu", **BOTH))
         for other in results[1:]:
-            assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True)), heads
+            assert all(torch.equal(one, two) for one, two in zip(results[0][1:], other[1:], strict=True)), heads
 
 
 def test_numpy_and_ranks() -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from attention_cases import on_threads
 
 import lowtri
 from processes import peak_of_process, printed
@@ -25,15 +26,13 @@ def test_forward_backward_and_decoding_on_eight_python_threads() -> None:
         output = lowtri.attention(*leaves, cases[i][1], engine="cpu")
         return [output.detach(), *(torch.autograd.grad(output.sum(), leaves) if i % 4 < 2 else ())]
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    def compare() -> None:
         alone = [run(i) for i in range(8)]
         with ThreadPoolExecutor(8) as pool:
             for actual, expected in zip(pool.map(run, [*range(8)] * 10), alone * 10, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    finally:
-        torch.set_num_threads(before)
+
+    on_threads((2,), compare)
 
 
 def test_in_the_workers_of_a_data_loader() -> None:
