@@ -78,9 +78,7 @@ def test_a_query_that_sees_nothing(name, dtype):
     for engine in able(*leaves, mask, **options):
         out, (d_q, d_k, d_v, *_) = with_gradients(engine, (q, k, v), mask, **options)
         assert not out[:, :, rows].any() and out[:, :, 1:4].all(), engine
-        assert not d_q[:, :, rows].any() and d_q.isfinite().all() and d_k.isfinite().all() and d_v.isfinite().all(), (
-            engine
-        )
+        assert not d_q[:, :, rows].any() and all(d.isfinite().all() for d in (d_q, d_k, d_v)), engine
         only = torch.zeros_like(out)
         only[:, :, rows] = 1  # whatever is asked of the empty rows moves nothing
         for moved in with_gradients(engine, (q, k, v), mask, only, **options)[1]:
@@ -122,15 +120,11 @@ def test_hidden_from_everyone_leaves_no_trace(value, dtype):
     """Pads by keys(), by positions of -1, and keys beyond every window: the same bits as with zeros there."""
     pads = [[False, True, True, True, True, False], [True, True, False, True, True, True]]
     places = np.array([[-1, 0, 1, 2, 3, -1], [0, 1, -1, 2, 3, 4]])
+    late = {"q_positions": np.arange(9, 15)[None], "k_positions": np.arange(3, 9)}
     cases = [
         (full() & keys(pads), {}, np.array(pads), None),
         (causal(), {"q_positions": places, "k_positions": places}, places >= 0, places >= 0),
-        (
-            window(2),
-            {"q_positions": np.arange(9, 15)[None], "k_positions": np.arange(3, 9)},
-            np.arange(6)[None] > 4,
-            None,
-        ),
+        (window(2), late, np.arange(6)[None] > 4, None),
     ]
     for mask, options, real_k, real_q in cases:
         q, k, v = draw(nq=6, nk=6, dtype=dtype)
@@ -256,13 +250,11 @@ def test_queries_stand_where_the_last_keys_stand():
     for places in ([20, 21, 22, 23, 24], [-1, -1, 0, 1, 2], [[-1, 0, 1, 2, 3], [0, 1, 2, 3, 4]]):
         for engine in able(q, k, v, "causal", k_positions=places):
             out = attention(q, k, v, "causal", k_positions=places, engine=engine)
-            said = attention(
-                q, k, v, "causal", k_positions=places, q_positions=np.array(places)[..., 2:], engine=engine
-            )
+            given = {"k_positions": places, "q_positions": np.array(places)[..., 2:]}
+            said = attention(q, k, v, "causal", engine=engine, **given)
             assert torch.equal(out, said) and out.all(), (engine, places)
-    padded = attention(
-        q, k, v, "full", k_positions=[0, 1, 2, -1, -1]
-    )  # other people's keys: who asks is there all the same
+    # Other people's keys: who asks is there all the same.
+    padded = attention(q, k, v, "full", k_positions=[0, 1, 2, -1, -1])
     assert padded.all() and torch.allclose(padded, attention(q, k[:, :, :3], v[:, :, :3], "full"), atol=1e-6)
 
 
@@ -336,12 +328,8 @@ def test_large_bias_beside_half_inputs_is_not_rounded(dtype):
     bias = -torch.arange(9.0) - 1000
     exact = pair_by_pair(wide(q), wide(k), wide(v), "full", bias=bias.numpy())[0]
     for engine in able(q, k, v, "full", bias=bias):
-        assert near(
-            attention(q, k, v, "full", bias=bias, engine=engine),
-            exact,
-            dtype,
-            times=1000,  # scores of 1000 are themselves rounded
-        ), engine
+        found = attention(q, k, v, "full", bias=bias, engine=engine)
+        assert near(found, exact, dtype, times=1000), engine  # scores of 1000 are themselves rounded
 
 
 # Engines.

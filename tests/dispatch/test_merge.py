@@ -150,19 +150,24 @@ def test_gradients_through_a_join():
     assert all(near(s, w, "float64", times=32) for s, w in zip(split, whole, strict=True))
 
 
-def test_errors():
-    out, lse = np.zeros((4, 2)), np.zeros(4)
-    with pytest.raises(CallError, match="merge: 0 outputs and 0 lses; there is one of each for every set of keys"):
-        merge([], [])
-    with pytest.raises(CallError, match="merge: 2 outputs and 1 lses"):
-        merge([out, out], [lse])
-    with pytest.raises(CallError, match=r"merge: an output is \(4, 2\) and its lse \(3,\)"):
-        merge([out], [lse[:3]])
-    with pytest.raises(CallError, match=r"merge: an output is \(4, 1\) and its lse \(4,\)"):
-        merge([out, out[:, :1]], [lse, lse])
-    with pytest.raises(
-        CallError, match="merge: got Tensor and ndarray, but it takes NumPy arrays or torch tensors, all of one"
-    ):
-        merge([out, torch.zeros(4, 2)], [lse, torch.zeros(4)])
-    with pytest.raises(CallError, match="merge: got list, but it takes NumPy arrays or torch tensors"):
-        merge([[1.0]], [[1.0]])
+OUT, LSE = np.zeros((4, 2)), np.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "lses", "words"),
+    [
+        ([], [], "0 outputs and 0 lses; there is one of each for every set of keys"),
+        ([OUT, OUT], [LSE], "2 outputs and 1 lses"),
+        ([OUT], [LSE[:3]], r"an output is \(4, 2\) and its lse \(3,\)"),
+        ([OUT, OUT[:, :1]], [LSE, LSE], r"an output is \(4, 1\) and its lse \(4,\)"),
+        (
+            [OUT, torch.zeros(4, 2)],
+            [LSE, torch.zeros(4)],
+            "got Tensor and ndarray, but it takes NumPy arrays or torch tens",
+        ),
+        ([[1.0]], [[1.0]], "got list, but it takes NumPy arrays or torch tensors"),
+    ],
+)
+def test_errors(outputs, lses, words):
+    with pytest.raises(CallError, match=f"merge: {words}"):
+        merge(outputs, lses)

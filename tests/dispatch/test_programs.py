@@ -31,6 +31,7 @@ pytestmark = [
 ]
 IDS = torch.tensor([[0] * 10 + [1] * 30, [0] * 20 + [1] * 20])
 PACKED = causal() & documents(IDS)
+PLACES = torch.arange(40)
 OUTSIDE = lowtri.alibi(torch.tensor([0.5, 0.25, 0.125, 0.0]))
 FORMULA = where(lambda q, k: k <= q)
 
@@ -54,14 +55,7 @@ CASES: dict[str, Callable[..., Any]] = {
         q, k, v, PACKED, engine="cpu", scale=0.3, softcap=2.0, bias=bias, sinks=sinks
     ),
     "positions": lambda q, k, v, ids, bias, sinks: attention(
-        q,
-        k,
-        v,
-        "causal",
-        q_positions=torch.arange(40) + 2,
-        k_positions=torch.arange(40),
-        return_lse=True,
-        engine="formula",
+        q, k, v, "causal", return_lse=True, engine="formula", q_positions=PLACES + 2, k_positions=PLACES
     )[0],
     "log-sum-exp": lambda q, k, v, ids, bias, sinks: attention(q, k, v, "causal", return_lse=True, engine="cpu")[1],
     "biases over distances": lambda q, k, v, ids, bias, sinks: (
@@ -157,9 +151,8 @@ def test_exported_for_any_length() -> None:
     module, length = Attend("causal & window(7)"), torch.export.Dim("length", min=2, max=4096)
     program = torch.export.export(module, tuple(inputs()), dynamic_shapes=({2: length},) * 3)
     for n in (5, 90):
-        x = [
-            tensor.detach() for tensor in inputs(n)
-        ]  # with gradients, few queries run on the decode kernel only in a program
+        # With gradients, few queries run on the decode kernel only in a program.
+        x = [tensor.detach() for tensor in inputs(n)]
         assert torch.equal(program.module()(*x), module(*x))
 
 
@@ -170,23 +163,10 @@ def test_torch_checks_the_operators(engine: str, dropout: float) -> None:
     q, k, v = inputs(20)
     bias, sinks = torch.randn(2, 1, 20, 20, requires_grad=True), torch.randn(4, requires_grad=True)
     more = (None, None) if engine == "sdpa" else (bias, sinks)
-    arguments = (
-        q,
-        k,
-        v,
-        *more,
-        torch.tensor(5) if dropout else None,
-        "causal & documents(_0) & window(_1)",
-        [IDS[:, :20]],
-        [-1, 7],
-        *[None] * 4,
-        dropout,
-        None,
-        engine != "sdpa",
-        engine != "sdpa",
-        engine == "cpu",
-        engine,
-    )
+    seed = torch.tensor(5) if dropout else None
+    mask = "causal & documents(_0) & window(_1)", [IDS[:, :20]], [-1, 7]
+    asked = engine != "sdpa", engine != "sdpa", engine == "cpu"
+    arguments = (q, k, v, *more, seed, *mask, *[None] * 4, dropout, None, *asked, engine)
     good = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
     assert torch.library.opcheck(operators._attention, arguments) == dict.fromkeys(good, "SUCCESS")
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
@@ -274,9 +254,8 @@ def test_packed_and_unpacked_a_mask_is_the_same(case: Case) -> None:
     text, arrays = to_text(case.mask)
     assert (text is None) == ("where(" in repr(case.mask))
     if text is not None:
-        assert from_text(text, arrays) == case.mask and from_text(text, arrays) is from_text(
-            text, [a.copy() for a in arrays]
-        )
+        assert from_text(text, arrays) == case.mask
+        assert from_text(text, arrays) is from_text(text, [a.copy() for a in arrays])
 
 
 def test_texts_interleaved_mix_nothing_up() -> None:
@@ -300,18 +279,13 @@ def read(text: str, array: Any) -> Any:
 
 
 def test_packed_masks_in_words() -> None:
-    assert (
-        to_text(FORMULA) == (None, [])
-        and to_text(causal() & ~FORMULA)[0] is None
-        and to_text(heads([FORMULA]))[0] is None
-    )
+    assert to_text(FORMULA) == (None, [])
+    assert to_text(causal() & ~FORMULA)[0] is to_text(heads([FORMULA]))[0] is None
     shown = (causal() | first(2)) & ~documents([0, 1], [1, 0]) - table([[True, False], [True, True]])
     text, arrays = to_text(shown)
     assert text == "(causal | first(2)) & (~documents(_0, _1) & ~table(_2))"
     assert [a.tolist() for a in arrays] == [[0, 1], [1, 0], [[True, False], [True, True]]]
-    assert (
-        to_text(documents(lengths=[2, 3]) & keys(lengths=[1, 2]))[0]
-        == "documents(lengths=[2, 3]) & keys(lengths=[1, 2])"
-    )
+    both = "documents(lengths=[2, 3]) & keys(lengths=[1, 2])"
+    assert to_text(lowtri.mask(both))[0] == both
     with pytest.raises(MaskError, match="is not what to_text returns"):
         from_text("documents(_1)", [IDS.numpy()])
