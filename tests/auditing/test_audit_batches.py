@@ -381,7 +381,8 @@ def test_vectors_with_time_first_are_asked_back(leaks: bool) -> None:
     x = vectors(24, 2, 16)
     with pytest.raises(lowtri.CallError, match=r"either 24 rows of 2 positions or 2 rows of 24(.|\n)*axes=.NBD"):
         lowtri.audit(model, x, probes=["change"])
-    assert lowtri.audit(lowtri.Model(model, axes="NBD"), x, probes=["change"]).ok == (not leaks)
+    for axes in ("NBD", "NBD->NBD"):
+        assert lowtri.audit(lowtri.Model(model, axes=axes), x, probes=["change"]).ok == (not leaks)
     assert lowtri.audit(lambda x: x.cumsum(1), x, probes=["change"]).ok  # rows are rows: nothing to ask
 
 
