@@ -7,14 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from audited_models import vectors
 from torch import nn
 
 import lowtri
 from lowtri.errors import CallError, LeakError, UndecidedError
-
-
-def vectors(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 class Fft(nn.Module):
