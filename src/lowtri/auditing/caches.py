@@ -205,7 +205,6 @@ def _with_past(context: Context, batch: int) -> tuple[Append, Crop]:
     argument="step",
 )
 def cache(context: Context) -> PairsOfRuns:
-    """One position at a time, after prompts and in uneven chunks, with pads and after a rejected draft, against the whole."""
     tried: dict[str, Any] = {"ways": [], "refused": {}, "length": context.n}
     early, warning = list[str](), ""
     for decoder in _decoders(context):

@@ -90,13 +90,13 @@ def fitted(seen: Bools, care: Bools, labels: Any = None) -> InferredMask:
         labels: the document of each position, (1 or B, N); by default the stretches that no measured pair crosses.
     """
     seen, care = np.broadcast_arrays(seen, care)
-    stretches = np.array([blocks(pairs) for pairs in seen & care]) if labels is None else labels
-    atoms = list(_atoms(seen, care, stretches, labels is not None))
-    found = _simplest(seen, care, atoms) or _within_documents(seen, care, stretches)
+    blocked = np.array([blocks(pairs) for pairs in seen & care]) if labels is None else labels
+    atoms = list(_atoms(seen, care, blocked, labels is not None))
+    found = _simplest(seen, care, atoms) or _within_documents(seen, care, blocked)
     if found is not None and "<" not in found[0]:
         return InferredMask(found[1], found[0], (), seen, found[0])
     # An array has no formula, but each row may have one.
-    text = _by_row(seen, care, stretches if found is not None else labels)
+    text = _by_row(seen, care, blocked if found is not None else labels)
     if found is not None:
         return InferredMask(found[1], text or _NO_FORMULA, (), seen, text or _NO_FORMULA)
     formula = table(seen[0] if (seen == seen[:1]).all() else seen[:, None])
