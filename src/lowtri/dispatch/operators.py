@@ -195,7 +195,7 @@ def _call_text(
         words.append("return_lse")
     engine = options.get("engine", "auto")
     if engine != "auto":
-        words.append(f"engine={engine}")
+        words.append(f"engine={engine}".replace(";", ","))  # whatever was given is one word, and refused as such
     if bias_kind is not None:
         words.append(f"bias_kind={bias_kind}")
     if bias is not None:
