@@ -304,13 +304,6 @@ def test_what_the_one_call_cannot_serve_is_prepared_once(made) -> None:
     assert len(made) <= 3  # of the lengths, the first is the one call's
 
 
-def test_a_table_of_visible_keys_counts_as_memory(made) -> None:
-    q, k, v = cache(nk=4000)
-    lowtri.attention(q, k, v, lowtri.keys(np.arange(4000) % 3 > 0), engine="cpu")
-    (ready,) = PREPARED.calls.values()
-    assert ready.prepared.nbytes >= 3 * 3998
-
-
 def test_positions_of_any_keys_are_checked_as_those_of_the_first(made) -> None:
     q, k, v = cache(nq=2)
     at = {"q_positions": [298, 299], "k_positions": np.arange(300)}
