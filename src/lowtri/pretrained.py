@@ -59,6 +59,8 @@ def read_model(
     Raises:
         DataError: if there is no such model, or it cannot be read; the message names the fix.
     """
+    from lowtri.nn.folders import read_config
+
     wanted = _as_dtype(dtype)
     folder, gguf = find_model(name)
     config = {} if gguf else read_config(folder)
@@ -106,13 +108,6 @@ def is_hub_name(name: str) -> bool:
     (True, False, False, False)
     """
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json."""
-    from lowtri.nn.folders import read_config as read
-
-    return read(folder)
 
 
 def _suggestion(name: str) -> str:

@@ -180,11 +180,10 @@ def test_a_log_sum_exp_that_nobody_computed_is_never_used() -> None:
     """The forward's backend may compute none where the backward's would read one: the backward then runs the call again."""
     q, k, v = draw(nq=4, nk=9)
     operator, backward = torch.ops.lowtri.attention_for_gradients, torch.ops.lowtri.attention_backward
-    rest = (None, None, None, "causal", *[None] * 6, 0.0, None, False, False, False)
-    output, lse = operator(q, k, v, *rest, "sdpa")
+    output, lse = operator(q, k, v, "engine=sdpa; mask=causal", None, None, None)
     assert lse.isposinf().all()
     d_results = [torch.ones_like(output), None, None]
-    found = backward(d_results, output, lse, [True] * 3 + [False] * 2, q, k, v, *rest, "cpu")
+    found = backward(d_results, output, lse, [True] * 3, q, k, v, "engine=cpu; mask=causal", None, None, None)
     right = gradients_of_ones(q, k, v)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b)

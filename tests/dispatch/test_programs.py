@@ -105,7 +105,7 @@ def test_a_mask_without_arrays_passes_no_list() -> None:
     """AOTInductor's packages cannot pass an empty list of tensors to an operator."""
     program = torch.export.export(Attend("causal"), tuple(inputs()))
     (node,) = (node for node in program.graph.nodes if "lowtri.attention" in str(node.target))
-    assert [] not in node.args and node.args[7] is None
+    assert node.args[3:] == ("mask=causal", None, None, None)
 
 
 @pytest.mark.sweep
@@ -155,18 +155,27 @@ def test_torch_checks_the_operators(engine: str, dropout: float) -> None:
     """Schema, fake rule, autograd and dynamic tracing, as torch.library.opcheck tests them."""
     q, k, v = inputs(20)
     bias, sinks = torch.randn(2, 1, 20, 20, requires_grad=True), torch.randn(4, requires_grad=True)
-    more = (None, None) if engine == "sdpa" else (bias, sinks)
-    seed = torch.tensor(5) if dropout else None
-    mask = "causal & documents(_0) & window(_1)", [IDS[:, :20]], [-1, 7]
-    asked = engine != "sdpa", engine != "sdpa", engine == "cpu"
-    arguments = (q, k, v, *more, seed, *mask, *[None] * 4, dropout, None, *asked, engine)
+    given: dict[str, torch.Tensor] = {} if engine == "sdpa" else {"bias": bias, "sinks": sinks}
+    flags = {
+        "sdpa": [],
+        "formula": ["return_weights", "return_received"],
+        "cpu": ["return_weights", "return_received", "return_lse"],
+    }
+    words = [*flags[engine], f"engine={engine}", *given]
+    tensors, factors = [*given.values()], []
+    if dropout:
+        words += ["seed", "dropout"]
+        tensors.append(torch.tensor(5))
+        factors.append(dropout)
+    text = "; ".join([*words, "mask=causal & documents(_0) & window(_1)"])
+    arguments = (q, k, v, text, [*tensors, IDS[:, :20]], factors or None, [-1, 7])
     good = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
     assert torch.library.opcheck(operators._attention, arguments) == dict.fromkeys(good, "SUCCESS")
-    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-    for operator in (operators._attention_without_gradients, operators._attention_for_gradients):
+    plain = (q.detach(), k.detach(), v.detach(), text, [x.detach() for x in arguments[4]], *arguments[5:])
+    for operator in (operators._attention_forward, operators._attention_output, operators._attention_for_gradients):
         assert torch.library.opcheck(operator, plain) == dict.fromkeys(good, "SUCCESS")
     output, *_, lse = operators._attention_for_gradients(*plain)
-    wanted = [True, True, False, engine != "sdpa", engine != "sdpa"]
+    wanted = [True, True, False, *[True for _ in given]]
     d_results = [torch.ones_like(output), None, lse if engine == "cpu" else None]
     found = torch.library.opcheck(operators._backward, (d_results, output, lse, wanted, *plain))
     assert found == dict.fromkeys(good, "SUCCESS")

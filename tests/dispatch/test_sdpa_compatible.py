@@ -418,3 +418,19 @@ def test_arrays_that_attention_takes_are_passed_on_as_they_are(monkeypatch, kind
     general = ours(q[:, None], k[:, None], v[:, None], **options)  # five dimensions, which are broadcast
     assert passed[1][0] is not q
     assert np.array_equal(output, general[:, 0])
+
+
+NOT_AS_THEY_ARE = {
+    "broadcast heads": lambda q, k, v: (q, k[:, :1], v[:, :1]),
+    "broadcast rows": lambda q, k, v: (q[:1], k, v),
+    "three dimensions": lambda q, k, v: (q[0], k[0], v[0]),
+    "a negated view": lambda q, k, v: (torch.complex(q, -q).conj().imag, k, v),
+    "zeros without memory": lambda q, k, v: (q, k, torch._efficientzerotensor(v.shape)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_AS_THEY_ARE)
+def test_other_arrays(name):
+    arrays = NOT_AS_THEY_ARE[name](*draw((2, 4), 5, 5))
+    in_memory = [torch.zeros(x.shape) if x._is_zerotensor() else x for x in arrays]  # torch's own function reads others
+    torch.testing.assert_close(ours(*arrays), torchs(*in_memory), atol=1e-5, rtol=0)
