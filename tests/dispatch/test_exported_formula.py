@@ -61,9 +61,8 @@ def test_keys_that_nobody_sees_leave_no_trace() -> None:
 
 def test_what_cannot_be_exported() -> None:
     length = torch.export.Dim("length", min=2, max=99)
-    with pytest.raises(
-        CallError, match=r"torch\.onnx\.export with lengths that vary: .*\nFix: export without dynamic_"
-    ):
+    words = r"torch\.onnx\.export with lengths that vary: .*\nFix: export without dynamic_"
+    with pytest.raises(CallError, match=words):
         torch.export.export(Attend("causal"), draw(), dynamic_shapes=({2: length},) * 3)
     with pytest.raises(CallError, match=r"torch\.onnx\.export with dropout\. Fix: model\.eval\(\)"):
         torch.export.export(Attend("causal", dropout=0.5), draw())
@@ -84,7 +83,6 @@ def test_a_program_that_was_exported_before(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.MonkeyPatch.context() as outside:
         outside.setattr(torch.onnx, "is_in_onnx_export", lambda: False)
         program = torch.export.export(Attend("causal"), (x, x, x))
-    with pytest.raises(
-        CallError, match=r"got a program that was exported before(.|\n)*Fix: torch.onnx.export\(model, args\)"
-    ):
+    words = r"got a program that was exported before(.|\n)*Fix: torch.onnx.export\(model, args\)"
+    with pytest.raises(CallError, match=words):
         program.run_decompositions()
