@@ -192,9 +192,8 @@ def test_gradients_beside_weights_and_through_them(engine: str) -> None:
 def test_a_gradient_of_received_weights_raises(engine: str) -> None:
     x = [t.requires_grad_() for t in draw(nq=70, nk=70)]
     received = lowtri.attention(*x, "causal", engine=engine, return_received=True)[1]
-    with pytest.raises(
-        CallError, match=r"return_received=True has no gradient.*\n.*Fix: \.detach\(\).*return_weights=True"
-    ):
+    words = r"return_received=True has no gradient.*\n.*Fix: \.detach\(\).*return_weights=True"
+    with pytest.raises(CallError, match=words):
         received.sum().backward()
     with torch.no_grad():
         assert not lowtri.attention(*x, "causal", engine=engine, return_received=True)[1].requires_grad
