@@ -77,6 +77,15 @@ def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options) -> tu
     return output.transpose(1, 2), weights
 
 
+SMALL = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 2, "pad_token_id": None}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+
+
 # What True means.
 
 
@@ -378,23 +387,8 @@ def test_positions_in_lowtri() -> None:
     same(lowtri.attention(q, *shuffled, "causal & window(3)", q_positions=range(N), k_positions=positions), whole)
 
 
-def test_positions_in_flex_attention() -> None:
-    q, k, v = qkv()
-    theirs = flex(q[:, :, -2:], k, v, lambda b, h, i, j: j <= i)
-    same(theirs, lowtri.attention(q[:, :, -2:], k, v, "causal", q_positions=range(2)))
-
-
 def test_positions_in_transformers() -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = llama()
     ids, real = torch.arange(N)[None], torch.ones(1, N, dtype=torch.long)
     positions = torch.arange(N)[None] * 3 + 5  # not consecutive
     with torch.no_grad():
@@ -463,13 +457,6 @@ def near(left: Tensor, right: Tensor) -> None:
     torch.testing.assert_close(left.double(), right.double(), rtol=0, atol=1e-5)
 
 
-def switched_llama(**options) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    size = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = LlamaConfig(**size, num_attention_heads=2, pad_token_id=None, **options)
-    return lowtri_transformers.switch(LlamaForCausalLM(config).eval())
-
-
 def logits(model, ids: Tensor, mask) -> Tensor:
     with torch.no_grad():
         return model(ids, attention_mask=mask).logits
@@ -496,7 +483,7 @@ def test_true_in_a_switched_module() -> None:
 
 
 def test_true_in_a_switched_model() -> None:
-    model, ids = switched_llama(), torch.arange(N)[None]
+    model, ids = lowtri_transformers.switch(llama()), torch.arange(N)[None]
     real = torch.tensor([[1, 1, 1, 1, 0, 0]])
     found = logits(model, ids, causal() & keys(real.numpy() == 1))
     near(found[:, :4], logits(model, ids, real)[:, :4])
@@ -511,11 +498,9 @@ def test_window_in_jax() -> None:
 
 
 def test_window_in_a_switched_model() -> None:
-    torch.manual_seed(0)
-    size = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    size |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": None}
-    theirs = MistralForCausalLM(MistralConfig(**size, sliding_window=3)).eval()
-    other = MistralForCausalLM(MistralConfig(**size, sliding_window=5)).eval()
+    theirs, other = (
+        MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=n)).eval() for n in (3, 5)
+    )
     other.load_state_dict(theirs.state_dict())
     ids = torch.arange(N)[None]
     found = lowtri_transformers.use(lowtri_transformers.switch(other), mask="causal & window(3)")
@@ -558,7 +543,7 @@ def test_alignment_in_jax() -> None:
 
 def test_alignment_in_a_switched_model() -> None:
     model, ids = (
-        lowtri_transformers.use(switched_llama(), mask="causal & (window(2) | first(1))"),
+        lowtri_transformers.use(lowtri_transformers.switch(llama()), mask="causal & (window(2) | first(1))"),
         torch.arange(N)[None],
     )
     alone = logits(model, ids, None)
@@ -585,7 +570,7 @@ def test_empty_rows_in_a_switched_module() -> None:
 
 
 def test_empty_rows_in_a_switched_model() -> None:
-    model, found = switched_llama(), []
+    model, found = lowtri_transformers.switch(llama()), []
     model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
     logits(model, torch.arange(N)[None], table(BLIND))
     assert not found[0][:, 0].any() and found[0][:, 1:].any()

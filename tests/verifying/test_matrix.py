@@ -118,7 +118,7 @@ OURS: dict[str, Entry] = {
         )
         for form, differences in (("bools", {}), ("-inf", {}), ("least", LOWEST))
     },
-    "transformers, no table": Entry(of_transformers.attend, called(attentions.transformers_causal), 30),
+    "transformers, no table": Entry(of_transformers.attend, called(attentions.transformers_call, "nothing"), 30),
     "transformers, mask functions": Entry(of_transformers.attend, called(attentions.transformers_masks), 45),
 }
 THEIRS: dict[str, Entry] = {
