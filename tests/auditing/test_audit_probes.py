@@ -350,7 +350,7 @@ def test_a_transformers_model_on_all_its_code_paths() -> None:
     assert {"change", "gradient", "prefix", "batch", "padding", "cache"} <= {
         finding.probe for finding in report.findings if finding.status == "clean"
     }
-    paths = [f.words for f in report.findings if f.condition == "code_paths" and f.status == "clean"]
+    paths = [f.under.words for f in report.findings if f.condition == "code_paths" and f.status == "clean"]
     assert list(dict.fromkeys(paths))[:2] == ["with output_attentions=True", "with output_hidden_states=True"]
     assert report.measured_mask == "causal & window(6)"
     assert not any("sliding_window" in note for note in report.notes)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import lowtri
-from lowtri.masks.text import from_text, to_text
 
 GENERATOR = torch.Generator().manual_seed(0)
 BATCHES = [
@@ -72,21 +71,3 @@ def test_masks_of_other_numbers_compile_at_most_twice(name: str, inside: bool) -
         output.backward()
         torch.testing.assert_close(compiled.grad, eager.grad)
     assert counter.frame_count <= 2
-
-
-def test_a_mask_is_packed_with_its_numbers_outside_of_programs() -> None:
-    mask = lowtri.causal() & (lowtri.window(5) | lowtri.first(2))
-    text, arrays = to_text(mask)
-    assert (text, arrays) == ("causal & (window(5) | first(2))", []) and from_text(text, arrays) == mask
-    assert from_text("causal & (window(_0) | first(_1))", [5, 2]) == mask
-
-
-def test_lengths_that_do_not_fit_raise_when_the_program_runs() -> None:
-    torch._dynamo.reset()
-    program = torch.compile(
-        lambda x, lengths: attend(x, lowtri.causal() & lowtri.documents(lengths=lengths)), backend="eager"
-    )
-    x = torch.randn(1, 9, 48)
-    program(x, torch.tensor([4, 5]))
-    with pytest.raises(lowtri.MaskError, match="add up to 8, but the row has 9 tokens"):
-        program(x, torch.tensor([4, 4]))

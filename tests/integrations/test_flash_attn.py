@@ -370,7 +370,7 @@ def test_memory_of_packed_sequences_is_that_of_documents():
     """The mask is asked tile by tile: sequences of 64 tokens leave nearly all tiles of 4,096 empty."""
     from lowtri.integrations.flash_attn.functions import _documents
 
-    cu = edges([64] * 64).long().numpy()
+    cu = edges([64] * 64).tolist()
     mask, positions = _documents(cu, cu, 4096, 4096)
     assert positions == {}
     assert mask == lowtri.documents(lengths=[64] * 64)

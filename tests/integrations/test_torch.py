@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lowtri.errors import CallError, EngineError
-from lowtri.integrations import dense_mask
 from lowtri.integrations import torch as door
 from lowtri.integrations.torch import switch
 
@@ -144,7 +143,7 @@ def test_the_hint_is_causal_replaces_the_mask(length: int, need_weights: bool) -
     expected = module(q, k, v, attn_mask=future, need_weights=need_weights)
     masks: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense_mask, "read_dense_mask", lambda *args, **options: masks.append(args))
+        patch.setattr(door, "read_pairs", lambda *args: masks.append(args))
         found = switch(module)(q, k, v, attn_mask=future, is_causal=True, need_weights=need_weights)
     assert masks == []  # O(L * S) were never read
     same([x for x in found if x is not None], [x for x in expected if x is not None])
@@ -271,13 +270,12 @@ def test_a_second_switch_changes_the_engine() -> None:
 def test_masks_that_are_passed_again_are_read_once() -> None:
     encoder, x = switch(layers()["encoder"]), torch.randn(B, L, E, dtype=torch.float64)
     future = nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
-    read, seen = dense_mask.read_dense_mask, []
+    read, seen = door.read_pairs, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            dense_mask, "read_dense_mask", lambda *args, **options: seen.append(read(*args, **options)) or seen[-1]
-        )
+        patch.setattr(door, "read_pairs", lambda *args: seen.append(read(*args)) or seen[-1])
         encoder(x, future, is_causal=False)
-    assert len(seen) == 2 and seen[0].lazy is seen[1].lazy and repr(seen[0].lazy.mask) == "causal"
+    masks = [mask for mask, _bias, _positions in seen]
+    assert len(masks) == 2 and masks[0] is masks[1] and repr(masks[0]) == "causal"
 
 
 @pytest.mark.sweep

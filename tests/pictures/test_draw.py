@@ -96,15 +96,8 @@ def test_cross_attention_has_two_kinds_of_tokens() -> None:
 
 
 def test_batch_rows_and_heads_one_after_the_other() -> None:
-    assert documents([[0, 0], [0, 1]]).draw(2).splitlines() == [
-        "batch row 0",
-        "██",
-        "██",
-        "",
-        "batch row 1",
-        "█·",
-        "·█",
-    ]
+    rows = documents([[0, 0], [0, 1]]).draw(2)
+    assert rows == "batch row 0\n██\n██\n\nbatch row 1\n█·\n·█"
     assert heads([full(), causal()]).draw(2).splitlines() == ["head 0", "██", "██", "", "head 1", "█·", "██"]
     both = heads([full(), causal()]) & keys(lengths=[1, 2])
     assert both.draw(2).splitlines()[-3:] == ["batch row 1, head 1", "█·", "██"]
@@ -193,23 +186,11 @@ def test_errors(act, words: str) -> None:
 
 
 def test_the_added_matrix_as_text_and_latex() -> None:
-    assert (causal() & window(2)).draw(3, numbers=True).splitlines() == [
-        "   0  -inf  -inf",
-        "   0     0  -inf",
-        "-inf     0     0",
-    ]
-    assert [line.split() for line in causal().draw(2, tokens="a b", numbers=True).splitlines()] == [
-        ["a", "b"],
-        ["a", "0", "-inf"],
-        ["b", "0", "0"],
-    ]
-    assert causal().draw(3, latex=True) == (
-        "\\left[\\begin{array}{rrr}\n"
-        "  0 & -\\infty & -\\infty \\\\\n"
-        "  0 & 0 & -\\infty \\\\\n"
-        "  0 & 0 & 0\n"
-        "\\end{array}\\right]"
-    )
+    named = causal().draw(2, tokens="a b", numbers=True)
+    assert [line.split() for line in named.splitlines()] == [["a", "b"], ["a", "0", "-inf"], ["b", "0", "0"]]
+    assert causal().draw(2, numbers=True) == "0  -inf\n0     0"
+    rows = "  0 & -\\infty & -\\infty \\\\\n  0 & 0 & -\\infty \\\\\n  0 & 0 & 0\n"
+    assert causal().draw(3, latex=True) == f"\\left[\\begin{{array}}{{rrr}}\n{rows}\\end{{array}}\\right]"
     assert full().draw(2, beside=causal(), latex=True).count("array") == 4
     assert "\\quad" in full().draw(2, beside=causal(), latex=True)
     heads_text = heads([full(), causal()]).draw(2, latex=True)
@@ -244,10 +225,9 @@ def test_the_command_prints_the_matrix(capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_no_label_reorders_or_breaks_a_picture(c: str) -> None:
     label = f"a{c}b"
-    for text in (svg(causal(), 1, tokens=[label], titles=[label]), draw(causal(), 1, tokens=[label], titles=[label])):
-        assert c not in text and text.count("a" + c.encode("unicode_escape").decode() + "b") == (
-            4 if "<svg" in text else 3
-        )
+    for make, times in ((svg, 4), (draw, 3)):
+        text = make(causal(), 1, tokens=[label], titles=[label])
+        assert c not in text and text.count("a" + c.encode("unicode_escape").decode() + "b") == times
         text.encode("utf-8")
 
 
@@ -275,18 +255,9 @@ SPACE = "{http://www.w3.org/2000/svg}"
 
 def cells(text: str, fill: str) -> int:
     """How many cells have this fill; neighbours are one rectangle, so widths are counted."""
-    cells_of_fill = [
-        r
-        for r in ET.fromstring(text).iter(f"{SPACE}rect")
-        if fill in ET.tostring(r, "unicode") and "stroke" not in r.attrib
-    ]
-    return round(
-        sum(
-            float(r.get("width", "0")) / float(r.get("height", "1"))
-            for r in cells_of_fill
-            if "%" not in r.get("width", "")
-        )
-    )
+    rectangles = [r for r in ET.fromstring(text).iter(f"{SPACE}rect") if fill in ET.tostring(r, "unicode")]
+    cells = [r for r in rectangles if "stroke" not in r.attrib and "%" not in r.get("width", "")]
+    return round(sum(float(r.get("width", "0")) / float(r.get("height", "1")) for r in cells))
 
 
 def test_svg_shows_every_cell() -> None:
@@ -519,9 +490,8 @@ def test_a_table_is_drawn_whole() -> None:
 def test_tokens_say_how_many_positions() -> None:
     assert draw("causal", tokens="a b c").splitlines()[0].split() == ["a", "b", "c"]
     assert draw("full", tokens="a b c", query_tokens="x y").count("█") == 6
-    assert window(64).draw(nk=5) == window(64).draw(5) and causal().draw(nk=3, ticks=True) == causal().draw(
-        3, ticks=True
-    )
+    assert window(64).draw(nk=5) == window(64).draw(5)
+    assert causal().draw(nk=3, ticks=True) == causal().draw(3, ticks=True)
 
 
 @pytest.mark.parametrize("options", [[], ["--latex"], ["--numbers"], ["--ticks"], ["--json"]])
@@ -559,11 +529,10 @@ def test_the_command_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_shows_one_row_or_head(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["mask", "heads([causal, full]) & keys(lengths=[1, 2])", "--n", "2", "--batch", "1", "--head", "1"]) == 0
-    )
+    row = ["mask", "heads([causal, full]) & keys(lengths=[1, 2])", "--n", "2", "--batch", "1"]
+    assert main([*row, "--head", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[1:3] == ["██", "██"]
-    assert main(["mask", "heads([causal, full]) & keys(lengths=[1, 2])", "--n", "2", "--batch", "1"]) == 0
+    assert main(row) == 0
     assert "head 1" in capsys.readouterr().out
 
 

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.auditing.adapter import as_model
-from lowtri.auditing.arguments import check_arguments, redrawn
-from lowtri.auditing.context import Context, Options, measured_mask_threshold, movement, vocabulary
+from lowtri.auditing.adapter import read_model
+from lowtri.auditing.context import Context, movement
 from lowtri.auditing.declared import DeclaredMask, blocks
 from lowtri.auditing.example import Bools, read_example
 from lowtri.auditing.model_under_test import ModelUnderTest
-from lowtri.auditing.pads import real_positions
+from lowtri.auditing.reading import read_context
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, UndecidedError
 from lowtri.masks import Mask, documents, full, table
@@ -61,29 +60,25 @@ class InferredMask:
     @property
     def line(self) -> str:
         """The text and the layers in one line."""
-        parts = [self.text]
-        if len(set(self.layers)) > 1:
-            parts.append(_described(self.layers))
-        if self.differs:
-            parts.append(f"nearest: {self.nearest}, but for {len(self.differs)} pairs")
-        return "; ".join(parts)
+        nearest = [f"nearest: {self.nearest}, but for {len(self.differs)} pairs"] if self.differs else []
+        return "; ".join([self.text, *self._by_layer, *nearest])
 
     @property
     def message(self) -> str:
         """The text, the layers, and the pairs that no formula explains."""
-        lines = [self.text]
-        if self.differs and self.seen.shape[-1] <= 48:
-            lines += [
-                "",
-                *("  " + line for line in table(self.seen.any(axis=0)).draw(self.seen.shape[-1]).splitlines()),
-                "",
-            ]
-        if len(set(self.layers)) > 1:
-            lines.append(_described(self.layers))
+        lines, n = [self.text], self.seen.shape[-1]
+        if self.differs and n <= 48:
+            drawing = table(self.seen.any(axis=0)).draw(n)
+            lines += ["", *("  " + line for line in drawing.splitlines()), ""]
+        lines += self._by_layer
         if self.differs:
             pairs = ", ".join(f"({q}, {k})" for q, k in self.differs[:5])
             lines.append(f"nearest formula: {self.nearest}, which differs at {len(self.differs)} pairs: {pairs}")
         return "\n".join(lines)
+
+    @property
+    def _by_layer(self) -> list[str]:
+        return [_described(self.layers)] if len(set(self.layers)) > 1 else []
 
 
 def fitted(seen: Bools, care: Bools, labels: Any = None) -> InferredMask:
@@ -251,12 +246,9 @@ def infer_mask(
         CallError: if an argument cannot be used, or the model does not repeat itself.
         UndecidedError: if no output depends on any input.
     """
-    adapter = as_model(model)
-    check_arguments("infer_mask", adapter, {"redraw": redraw, "seed": seed})
-    adapter = replace(adapter, call=redrawn(adapter.call, redraw, seed))
+    adapter = read_model("infer_mask", model, redraw, seed)
     inputs, signature = read_example(example, adapter)
     tested = ModelUnderTest(adapter.call, signature, adapter, seed=seed)
-    real = real_positions(inputs, signature.prefix, adapter.pads)
     if labels is not None:
         labels = np.asarray(labels)
         if labels.shape not in ((inputs.n,), (inputs.batch, inputs.n)):
@@ -265,12 +257,12 @@ def infer_mask(
                 f"infer_mask: labels= has the shape {labels.shape}, expected {shapes}.\nFix: the document of each position."
             )
         labels = np.broadcast_to(labels, (inputs.batch, inputs.n))
-    options = Options(adapter, DeclaredMask(full()), seed=seed)
-    pairs = np.ones((1, inputs.n, inputs.n), bool)
     with tested.prepared(inputs):
-        context = Context(tested, inputs, pairs, real, options, vocabulary(tested, inputs))
-        if broken := context.on_example(lambda: context.noise).broken:
-            raise CallError(f"infer_mask: {broken}.\nFix: make the model repeat itself: eval mode, seeds.")
+        context = read_context(tested, inputs, DeclaredMask(full()))
+        if context.noise.broken:
+            raise CallError(
+                f"infer_mask: {context.noise.broken}.\nFix: make the model repeat itself: eval mode, seeds."
+            )
         inferred = described_mask(context, _measured(context), labels)
     if inferred is None:
         raise UndecidedError(
@@ -296,14 +288,13 @@ def _measured(context: Context) -> Bools:
     """Which inputs move each output, (B, N, N): in float64 where there is a copy, so that rounding moves nothing."""
     copy64 = context.float64
     context = context if isinstance(copy64, str) else copy64
-    noise, inputs = context.noise, context.inputs
-    seen = np.zeros((inputs.batch, context.n, context.n), bool)
-    least = measured_mask_threshold(noise)
+    seen = np.zeros((context.inputs.batch, context.n, context.n), bool)
     for salt, kind in enumerate(("random", "random", "extreme")):
         fresh = context.fresh(salt, kind)
         for key in range(context.n):
-            rows = context.tested(inputs.change(np.arange(context.n) == key, fresh))
-            seen[:, :, key] |= np.nan_to_num(movement(context.base, rows), nan=np.inf) > least
+            rows = context.tested(context.inputs.change(np.arange(context.n) == key, fresh))
+            moved = np.nan_to_num(movement(context.base, rows), nan=np.inf)
+            seen[:, :, key] |= moved > context.noise.dependence
     return seen
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.context import DRAWS, EXACT, Condition, Context, Sizes, measured_mask_threshold
+from lowtri.auditing.context import DRAWS, EXACT, EXAMPLE, Context, Sizes
 from lowtri.auditing.example import Bools, Rows, first_line, positions_first
 from lowtri.auditing.probe import (
     Leak,
@@ -37,7 +37,7 @@ def change(context: Context) -> PairsOfRuns:
     """
     inputs, n = context.inputs, context.n
     queries = context.queries()
-    by_pair = context.condition == Condition()
+    by_pair = context.condition == EXAMPLE
     keys = queries if by_pair else []
     if by_pair and context.is_large and n <= EXACT:
         keys = list(range(n))
@@ -48,7 +48,7 @@ def change(context: Context) -> PairsOfRuns:
         kinds = kinds[:1]
     if not by_pair and context.discrete_output:  # discrete answers move rarely
         kinds += [(103 + more, "random") for more in range(draws - 1)]
-    depends, least = np.zeros((inputs.batch, n, n), bool), measured_mask_threshold(context.noise)
+    depends, least = np.zeros((inputs.batch, n, n), bool), context.noise.dependence
     for salt in range(draws):
         fresh = context.fresh(salt)
         for key in keys:
@@ -129,7 +129,7 @@ def gradient(context: Context) -> ProbeResult:
             raise Skipped("no look-up of the example's ids was found to differentiate by")
         if not (rows.is_floating_point() and rows.requires_grad):
             raise Skipped("the output carries no gradient")
-        cotangents = np.random.default_rng([context.options.seed, 7]).standard_normal(rows.shape)
+        cotangents = np.random.default_rng([context.tested.seed, 7]).standard_normal(rows.shape)
         for done, query in enumerate(queries):
             if context.chosen is None:
                 sizes[:, done] = reach([query])
@@ -163,7 +163,7 @@ def _judge(context: Context, sizes: Sizes, queries: list[int], reach: Reach) -> 
     """The finding from the gradients (B, queries, N)."""
     finite = np.isfinite(sizes)
     context.seen[queries] = np.fmax(context.seen[queries], np.where(finite, sizes, 0).max(axis=0))
-    hidden = ~np.broadcast_to(context.allowed[:, queries], sizes.shape) & ~context.ignored[:, queries, None]
+    hidden = ~np.broadcast_to(context.allowed[:, queries], sizes.shape) & context.real[:, queries, None]
     scale = float(sizes[finite].max(initial=0.0))
     wrong = np.where(hidden & finite, sizes, 0.0)
     if len(sizes) > 1 and context.noise.classify(float(wrong.max()), scale) != "clean":
@@ -284,7 +284,7 @@ def sensitivity(context: Context) -> ProbeResult:
     if context.discrete_output:
         raise Skipped("integer outputs move too rarely to say what is never seen")
     looked, moved = ~np.isnan(context.seen), np.nan_to_num(context.seen) > 0
-    visible = (context.allowed & ~context.ignored[:, :, None]).any(axis=0)
+    visible = (context.allowed & context.real[:, :, None]).any(axis=0)
     unseen = visible & looked & ~moved
     count, of = int(unseen.sum()), int((visible & looked).sum())
     if not of:
