@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 import lowtri
-from lowtri.errors import CallError, DataError, MaskError
-from lowtri.explaining.example import untrained, worked
+from lowtri.errors import CallError, MaskError
+from lowtri.explaining.example import worked
 from lowtri.nn import Decoder, DecoderConfig, MaskedSelfAttention, MultiHeadAttention
 
 ALL_STEPS = (
@@ -391,68 +391,44 @@ def test_the_page_is_one_whole_file_without_network() -> None:
         assert f"<h2>{name}" in page
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "words"),
-    [
-        (lambda: lowtri.explain(qkv()), MaskError, "mask: got None; expected a mask. Fix: lowtri.full()"),
-        (lambda: lowtri.explain((1, 2), mask="full"), CallError, "got 2 arrays, but (q, k, v) are three"),
-        (lambda: lowtri.explain((np.eye(2), np.eye(3), np.eye(2)), mask="full"), CallError, "do not fit together"),
-        (lambda: lowtri.explain(qkv(heads=3, kv_heads=2), mask="full"), CallError, "do not fit together"),
-        (lambda: lowtri.explain((np.eye(3, 2), np.eye(2), np.eye(2)), mask="full"), CallError, "3 queries and 2 keys"),
-        (lambda: lowtri.explain((np.ones(2),) * 3, mask="full"), CallError, "q is (2,), but expected (N, D)"),
-        (lambda: lowtri.explain(qkv(), mask="full", tokens=["a"]), CallError, "1 tokens for 4 keys"),
-        (lambda: lowtri.explain(qkv(), mask="full", head=1), CallError, "there is no head 1 among 1"),
-        (lambda: lowtri.explain(qkv(), mask="heads([full, causal])"), MaskError, "is for 2 heads, but there are 1"),
-        (lambda: lowtri.explain(qkv(), mask=lowtri.keys([[True] * 4] * 2)), MaskError, "differs between 2 batch rows"),
-        (lambda: lowtri.explain(torch.nn.Linear(2, 2), 1), CallError, "Linear has no attention that explain can open"),
-        (lambda: lowtri.explain(MaskedSelfAttention(2)), CallError, "inputs are missing"),
-        (lambda: lowtri.explain(MaskedSelfAttention(2), np.eye(3)), CallError, "but the module reads (N, 2)"),
-        (
-            lambda: lowtri.explain(MaskedSelfAttention(2), np.ones((2, 2, 2, 2))),
-            CallError,
-            "encodings are (N, d_model)",
-        ),
-        (
-            lambda: lowtri.explain(MaskedSelfAttention(2), np.ones((2, 2, 2)), batch=2),
-            CallError,
-            "there is no batch row 2",
-        ),
-        (lambda: lowtri.explain(qkv(), mask="full", batch=1), CallError, "there is no batch row 1 among 1"),
-        (
-            lambda: lowtri.explain((np.ones((2, 1, 3, 4)), np.ones((1, 3, 4)), np.ones((1, 3, 4))), mask="full"),
-            CallError,
-            "the batch sizes differ: q 2, k 1, v 1",
-        ),
-        (lambda: lowtri.explain(qkv(), scores=np.eye(2), mask="full"), CallError, "scores stand alone"),
-        (lambda: lowtri.explain(values=np.eye(2), mask="full"), CallError, "values go with scores"),
-        (lambda: lowtri.explain(scores=np.eye(2)), MaskError, "mask: got None; expected a mask. Fix: lowtri.full()"),
-        (
-            lambda: lowtri.explain(scores=np.ones((3, 2)), mask="full"),
-            CallError,
-            "scores are (1, 3, 2): a row for each",
-        ),
-        (
-            lambda: lowtri.explain(scores=np.eye(2), values=np.eye(3), mask="full"),
-            CallError,
-            "values are (1, 3, 3) for scores (1, 2, 2). Fix: a row for each key.",
-        ),
-        (
-            lambda: lowtri.explain(MaskedSelfAttention(3), np.eye(3), heads=2),
-            CallError,
-            "2 heads do not divide d_model 3",
-        ),
-        (
-            lambda: lowtri.explain(MaskedSelfAttention(2), np.eye(2), position=np.eye(3)),
-            CallError,
-            "position is (3, 3), but inputs are (2, 2)",
-        ),
-        (lambda: lowtri.explain(MultiHeadAttention(4, 2), np.eye(4), heads=2), CallError, "position and heads are for"),
-        (lambda: untrained(" "), DataError, "the sentence is empty"),
-    ],
-)
-def test_errors(call: Any, kind: type[Exception], words: str) -> None:
+SELF = MaskedSelfAttention(2)
+ONES = np.ones((1, 3, 4))
+NO_MASK = "mask: got None; expected a mask. Fix: lowtri.full()"
+
+
+ERRORS = [
+    ([qkv()], {}, MaskError, NO_MASK),
+    ([], {"scores": np.eye(2)}, MaskError, NO_MASK),
+    ([(1, 2)], {"mask": "full"}, CallError, "got 2 arrays, but (q, k, v) are three"),
+    ([(np.eye(2), np.eye(3), np.eye(2))], {"mask": "full"}, CallError, "do not fit together"),
+    ([qkv(heads=3, kv_heads=2)], {"mask": "full"}, CallError, "do not fit together"),
+    ([(np.eye(3, 2), np.eye(2), np.eye(2))], {"mask": "full"}, CallError, "3 queries and 2 keys"),
+    ([(np.ones(2),) * 3], {"mask": "full"}, CallError, "q is (2,), but expected (N, D)"),
+    ([(np.ones((2, 1, 3, 4)), ONES, ONES)], {"mask": "full"}, CallError, "batch sizes differ: q 2, k 1, v 1"),
+    ([qkv()], {"mask": "full", "tokens": ["a"]}, CallError, "1 tokens for 4 keys"),
+    ([qkv()], {"mask": "full", "head": 1}, CallError, "there is no head 1 among 1"),
+    ([qkv()], {"mask": "full", "batch": 1}, CallError, "there is no batch row 1 among 1"),
+    ([qkv()], {"mask": "heads([full, causal])"}, MaskError, "is for 2 heads, but there are 1"),
+    ([qkv()], {"mask": lowtri.keys([[True] * 4] * 2)}, MaskError, "differs between 2 batch rows"),
+    ([qkv()], {"mask": "full", "scores": np.eye(2)}, CallError, "scores stand alone"),
+    ([], {"mask": "full", "values": np.eye(2)}, CallError, "values go with scores"),
+    ([], {"mask": "full", "scores": np.ones((3, 2))}, CallError, "scores are (1, 3, 2): a row for each"),
+    ([], {"mask": "full", "scores": np.eye(2), "values": np.eye(3)}, CallError, "values are (1, 3, 3) for scores"),
+    ([torch.nn.Linear(2, 2), 1], {}, CallError, "Linear has no attention that explain can open"),
+    ([SELF], {}, CallError, "inputs are missing"),
+    ([SELF, np.eye(3)], {}, CallError, "but the module reads (N, 2)"),
+    ([SELF, np.ones((2, 2, 2, 2))], {}, CallError, "encodings are (N, d_model)"),
+    ([SELF, np.ones((2, 2, 2))], {"batch": 2}, CallError, "there is no batch row 2"),
+    ([SELF, np.eye(2)], {"position": np.eye(3)}, CallError, "position is (3, 3), but inputs are (2, 2)"),
+    ([MaskedSelfAttention(3), np.eye(3)], {"heads": 2}, CallError, "2 heads do not divide d_model 3"),
+    ([MultiHeadAttention(4, 2), np.eye(4)], {"heads": 2}, CallError, "position and heads are for"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "kind", "words"), ERRORS, ids=[row[-1][:40] for row in ERRORS])
+def test_errors(arguments: list[Any], options: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=re.escape(words)):
-        call()
+        lowtri.explain(*arguments, **options)
 
 
 def test_errors_of_ids(decoder: Decoder) -> None:

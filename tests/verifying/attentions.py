@@ -572,7 +572,7 @@ def jax_dense(attend: Any, given: Any) -> Any:
     return (result[0].swapaxes(1, 2), result[1].swapaxes(1, 2)) if case.lse else result.swapaxes(1, 2)
 
 
-def jax_call(compiled: bool, attend: Any, given: Any) -> Any:
+def jax_call(attend: Any, given: Any) -> Any:
     """jax.nn.dot_product_attention: arrays are (B, N, H, D), causal masks are aligned to the first key."""
     only(given, "scale", "bias", "log-sum-exp", "grouped heads")
     import jax
@@ -593,8 +593,7 @@ def jax_call(compiled: bool, attend: Any, given: Any) -> Any:
     if case.lse:
         options["return_residual"] = True
     q, k, v = (x.swapaxes(1, 2) for x in (given.q, given.k, given.v))
-    function = partial(attend, **options)
-    result = (jax.jit(function) if compiled else function)(q, k, v, **arrays)
+    result = jax.jit(partial(attend, **options))(q, k, v, **arrays)
     return (result[0].swapaxes(1, 2), result[1].swapaxes(1, 2)) if case.lse else result.swapaxes(1, 2)
 
 

@@ -137,7 +137,7 @@ THEIRS: dict[str, Entry] = {
     ),
     "jax.nn": Entry(
         jax.nn.dot_product_attention,
-        called(attentions.jax_call, True, differences=NAN | FINITE | XLA | NAN_GRADIENTS),
+        called(attentions.jax_call, differences=NAN | FINITE | XLA | NAN_GRADIENTS),
         45,
     ),
     "jax.nn, mask.dense": Entry(
