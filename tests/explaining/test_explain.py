@@ -78,10 +78,8 @@ def test_fewer_queries_than_keys_are_the_last_tokens() -> None:
 def test_hidden_weight_is_exactly_0_and_distinct_from_a_visible_0() -> None:
     q, k, v = np.array([[0.0], [1.0]]), np.array([[0.0], [5000.0]]), np.eye(2)
     explanation = lowtri.explain((q, k, v), mask="causal")
-    assert explanation["weights"].value.tolist() == [
-        [1, 0],
-        [0, 1],
-    ]  # (0, 1) is hidden; (1, 0) is visible, and underflows
+    # (0, 1) is hidden; (1, 0) is visible, and underflows.
+    assert explanation["weights"].value.tolist() == [[1, 0], [0, 1]]
     weights = str(explanation)[str(explanation).index("weights = ") :].splitlines()
     assert weights[5].split()[:4] == ["0", "1.0000", "▒", "0"]
     assert weights[6].split()[:3] == ["1", "0.0000", "1.0000"]
@@ -167,20 +165,12 @@ def test_each_formula_is_true_of_the_matrices_that_are_shown(what: Any) -> None:
     module, options = what()
     explanation = lowtri.explain(module, torch.randn(5, 4), mask="causal", **options)
     checked = {step.name: by_its_formula(explanation, step) for step in explanation.steps}
-    assert {name for name, value in checked.items() if value is not None} == {
-        "q",
-        "k",
-        "v",
-        "scores",
-        "scaled",
-        "output",
-    }
-    for name, value in checked.items():
-        if value is not None:
-            np.testing.assert_allclose(explanation[name].value, value, atol=1e-6, err_msg=name)
-    assert "W_q" not in [
-        step.name for step in explanation.steps
-    ]  # the weight itself is the transpose of what multiplies
+    found = {name: value for name, value in checked.items() if value is not None}
+    assert set(found) == {*"qkv", "scores", "scaled", "output"}
+    for name, value in found.items():
+        np.testing.assert_allclose(explanation[name].value, value, atol=1e-6, err_msg=name)
+    # The weight itself is the transpose of what multiplies.
+    assert "W_q" not in [step.name for step in explanation.steps]
 
 
 def test_formulas_name_the_norm_and_the_rotation() -> None:

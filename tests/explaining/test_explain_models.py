@@ -105,11 +105,7 @@ def calls_of(model: Any, **arguments: Any) -> list[Any]:
 
 def agrees(explanation: Any, call: Any, row: int, head: int, tolerance: float = 2e-6) -> None:
     group = call.query.shape[1] // call.key.shape[1]
-    expected = {
-        "q": call.query[row, head],
-        "k": call.key[row, head // group],
-        "v": call.value[row, head // group],
-    }
+    expected = {"q": call.query[row, head], "k": call.key[row, head // group], "v": call.value[row, head // group]}
     for name, x in expected.items():
         np.testing.assert_array_equal(explanation[name].value, x.double().numpy(), err_msg=name)
     sees = explanation.visible.any(-1)
@@ -379,13 +375,7 @@ ERRORS = [
     (llama, "sdpa", [], {}, "ids are (1, 0) torch.float32, but one sequence is (N,)"),
     (llama, "sdpa", IDS[0], {"heads": 2}, "position and heads are for a module with W_q"),
     (llama, "sdpa", IDS[0], {"mask": "full"}, NOT_SWITCHED),
-    (
-        llama,
-        "lowtri",
-        PADDED,
-        {"mask": "full"},
-        "got mask= and inputs with an attention_mask. Fix: use(model, mask=",
-    ),
+    (llama, "lowtri", PADDED, {"mask": "full"}, "got mask= and inputs with an attention_mask. Fix: use(model, mask="),
     (bart, "eager", IDS[0], {}, TWO_STACKS),
     (bloom, "eager", IDS[0], {}, OWN_CODE),
 ]

@@ -402,9 +402,8 @@ def lowtri_module(attend: Any, given: Any) -> Any:
     keys = torch.eye(2 * width, dtype=given.q.dtype)
     module.k_proj.weight.data, module.v_proj.weight.data = keys[:width], keys[width:]
     q, k, v = (x.transpose(1, 2).flatten(2) for x in (given.q, given.k, given.v))
-    positions = range(
-        max(0, case.nk - case.nq), max(case.nq, case.nk)
-    )  # as lowtri.attention: the last query at the last key
+    # As lowtri.attention: the last query at the last key.
+    positions = range(max(0, case.nk - case.nq), max(case.nq, case.nk))
     return module(q, torch.cat([k, v], 2), positions=positions).unflatten(2, (case.hq, case.d)).transpose(1, 2)
 
 
