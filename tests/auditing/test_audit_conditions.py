@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audited_models import vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,10 +19,6 @@ from lowtri.errors import CallError, LeakError
 
 N, D = 7, 4
 NAN = float("nan")
-
-
-def vectors(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 class Model(nn.Module):

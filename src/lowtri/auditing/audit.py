@@ -195,10 +195,11 @@ class _Run:
             last = [probe for probe in self.probes if probe in (poison, sensitivity)]
             self._add(run_probes(self.context, [probe for probe in self.probes if probe not in (state, *last)]))
             self._describe_mask()
+        leaking = {r.probe for r in self.results if r.status == "leak"} & {change.name, gradient.name, prefix.name}
         for kind in KINDS:
             if kind.name not in ran or (kind.name == "training" and "eval" not in ran):
                 continue
-            if any(r.status == "leak" and not r.condition and r.probe in kind.skipped_after for r in self.results):
+            if leaking and kind.skipped_after_leak:
                 self._add([kind.result("skipped", "not tried, since the model leaks without it")])
             else:
                 self._add(kind.run(self.context, self.probes))

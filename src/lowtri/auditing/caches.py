@@ -205,7 +205,6 @@ def _with_past(context: Context, batch: int) -> tuple[Append, Crop]:
     argument="step",
 )
 def cache(context: Context) -> PairsOfRuns:
-    """One position at a time, after prompts and in uneven chunks, with pads and after a rejected draft, against the whole."""
     tried: dict[str, Any] = {"ways": [], "refused": {}, "length": context.n}
     early, warning = list[str](), ""
     for decoder in _decoders(context):
@@ -341,16 +340,12 @@ def _agree_with_positions(context: Context, failing: list[_Way]) -> bool:
     place = f"{context.tested.signature.prefix}position_ids"
     if not context.tested.accepts(place) or place in context.inputs.settings:
         return False
-    positions = np.tile(np.arange(context.n), (context.inputs.batch, 1))
-    try:
-        for way in failing:
-            placed = way.before.inputs.having({place: positions})
-            rows = way.decoder.run(placed, way.sizes)
-            if compare(context.tested(placed), rows, context.noise, way.where).status != "clean":
-                return False
-    except Exception:
-        return False
-    return True
+    positions = {place: np.tile(np.arange(context.n), (context.inputs.batch, 1))}
+    placed = [replace(way, before=context.run(way.before.inputs.having(positions))) for way in failing]
+    with contextlib.suppress(Exception):
+        moved = (compare(way.before.output, way.rows(), context.noise, way.where) for way in placed)
+        return all(one.status == "clean" for one in moved)
+    return False
 
 
 def _unequal(context: Context) -> Iterator[tuple[str, Inputs, Bools]]:

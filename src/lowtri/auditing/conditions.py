@@ -40,7 +40,7 @@ class ConditionKind:
     probes: tuple[Probe, ...]
     contexts: Callable[[Context], Iterable[Context]]  # raises Skipped or Settled, with the reason
     # A model that leaks does so under most other conditions, too: to try them costs as much again and adds nothing.
-    skipped_after: tuple[str, ...] = ()
+    skipped_after_leak: bool = False
     same_outputs: bool = False  # as without the condition; others are a warning
     first: bool = False  # whether nothing is run after the first leak
 
@@ -224,7 +224,7 @@ KINDS: tuple[ConditionKind, ...] = (  # in the order in which they run
         "leaks that occur in training mode only",
         (change, gradient, prefix, batch, padding, source, packing),
         _training,
-        skipped_after=("change", "gradient", "prefix"),
+        skipped_after_leak=True,
     ),
     ConditionKind(
         "longer",
@@ -232,7 +232,7 @@ KINDS: tuple[ConditionKind, ...] = (  # in the order in which they run
         "leaks that begin past the end of the example",
         (change, gradient, prefix),
         _longer,
-        skipped_after=("change", "gradient", "prefix"),
+        skipped_after_leak=True,
         first=True,
     ),
     ConditionKind(

@@ -225,19 +225,13 @@ class Condition:
     length: int | None = None  # of a longer example
 
     @property
-    def added(self) -> str:
-        """What is added to the call."""
-        if self.keyword is not None:
-            return "{}={}".format(*self.keyword)
-        attention = f"attn_implementation={self.attention}" if self.attention else ""
-        return attention or ("torch.compile" if self.compiled else "")
-
-    @property
     def words(self) -> str:
         """As the start of a sentence."""
         parts = [
             "in training mode" if self.training else "",
-            f"with {self.added}" if self.added else "",
+            "with {}={}".format(*self.keyword) if self.keyword else "",
+            f"with attn_implementation={self.attention}" if self.attention else "",
+            "with torch.compile" if self.compiled else "",
             f"in an example of {self.length} positions" if self.length else "",
         ]
         return ", ".join(part for part in parts if part)
@@ -294,14 +288,13 @@ class Context:
     length: int | None = 0
     show_progress: Callable[[str], None] = lambda what: None
     condition: Condition = EXAMPLE
-    chosen: tuple[int, ...] | None = None  # the queries to look at, where `exact` does not say
+    chosen: tuple[int, ...] | None = None  # the queries to look at; by default all, or a sample
     fresh_copy: Any = None  # a copy of the model that has never been called
     separator: int | None = None  # a token that ends documents: it is not changed, and not drawn
     probe: str = ""  # the one that runs
     seen: Sizes = field(init=False)  # (Nq, Nk): how far outputs moved, NaN where not looked at
-    depends: Bools | None = field(
-        init=False, default=None
-    )  # (B, N, N): whether an output moved, once all pairs were tried
+    # (B, N, N): whether an output moved, once all pairs were tried.
+    depends: Bools | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.seen = np.full((self.n, self.n), np.nan)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, UndecidedError
 from lowtri.masks import Mask, documents, full, table
 from lowtri.masks import mask as read_mask
+
+Labels: TypeAlias = NDArray[Any]
 
 _PARTS = 3  # atoms of a formula, at most
 _NO_FORMULA = "no formula of three parts"
@@ -82,36 +84,38 @@ class InferredMask:
 
 
 def fitted(seen: Bools, care: Bools, labels: Any = None) -> InferredMask:
-    """The simplest formula that agrees with `seen`, (1 or B, N, N), at the pairs `care`; else a table."""
+    """The simplest formula that agrees with `seen`, (1 or B, N, N), at the pairs `care`; else a table.
+
+    Args:
+        labels: the document of each position, (1 or B, N); by default the stretches that no measured pair crosses.
+    """
     seen, care = np.broadcast_arrays(seen, care)
-    atoms = list(_atoms(seen, care, labels))
-    found = _simplest(seen, care, atoms) or _within_documents(seen, care, labels)
+    blocked = np.array([blocks(pairs) for pairs in seen & care]) if labels is None else labels
+    atoms = list(_atoms(seen, care, blocked, labels is not None))
+    found = _simplest(seen, care, atoms) or _within_documents(seen, care, blocked)
+    if found is not None and "<" not in found[0]:
+        return InferredMask(found[1], found[0], (), seen, found[0])
+    # An array has no formula, but each row may have one.
+    text = _by_row(seen, care, blocked if found is not None else labels)
     if found is not None:
-        text, formula = found
-        if "<" in text:  # an array has no formula, but each row may have one
-            text = _by_row(seen, care, _unconnected(seen, care) if labels is None else labels) or _NO_FORMULA
+        return InferredMask(found[1], text or _NO_FORMULA, (), seen, text or _NO_FORMULA)
+    formula = table(seen[0] if (seen == seen[:1]).all() else seen[:, None])
+    if text:
         return InferredMask(formula, text, (), seen, text)
     wrong = [((atom.pairs != seen) & care) for atom in atoms]
     best = int(np.argmin([int(table.sum()) for table in wrong]))
     pairs = tuple((int(q), int(k)) for q, k in np.argwhere(wrong[best].any(axis=0)))
-    formula = table(seen[0] if len(seen) == 1 or (seen == seen[:1]).all() else seen[:, None])
-    text = _by_row(seen, care, labels)
-    if text:
-        return InferredMask(formula, text, (), seen, text)
     return InferredMask(formula, _NO_FORMULA, (), seen, atoms[best].text, pairs)
 
 
 def _by_row(seen: Bools, care: Bools, labels: Any) -> str:
     """The formula of each row of the batch, where each has one; else nothing."""
-    if len(seen) < 2:
-        return ""
     rows = []
-    for number in range(len(seen)):
-        of_row = None if labels is None else labels[number : number + 1]
-        fit = fitted(seen[number : number + 1], care[number : number + 1], of_row)
+    for row in range(len(seen)) if len(seen) > 1 else ():
+        fit = fitted(seen[[row]], care[[row]], None if labels is None else labels[[row]])
         if fit.differs or "<" in fit.text:
             return ""
-        rows.append(f"row {number}: {fit.text}")
+        rows.append(f"row {row}: {fit.text}")
     return "; ".join(rows)
 
 
@@ -123,10 +127,8 @@ def _simplest(seen: Bools, care: Bools, atoms: Sequence[_Atom]) -> tuple[str, Ma
     return None
 
 
-def _within_documents(seen: Bools, care: Bools, labels: Any) -> tuple[str, Mask] | None:
+def _within_documents(seen: Bools, care: Bools, labels: Labels) -> tuple[str, Mask] | None:
     """A formula whose positions count from the start of each document: the documents are searched as the rows of a batch."""
-    if labels is None:
-        labels = _unconnected(seen, care)
     begins = np.ones(labels.shape, bool)
     begins[:, 1:] = labels[:, 1:] != labels[:, :-1]
     come_again = any(len(set(row.tolist())) < count for row, count in zip(labels, begins.sum(1).tolist(), strict=True))
@@ -141,18 +143,13 @@ def _within_documents(seen: Bools, care: Bools, labels: Any) -> tuple[str, Mask]
         inside = slice(start, stop)
         own_seen[document, : stop - start, : stop - start] = seen[row, inside, inside]
         own_care[document, : stop - start, : stop - start] = care[row, inside, inside]
-    found = _simplest(own_seen, own_care, list(_atoms(own_seen, own_care, np.zeros((len(rows), n), int))))
+    found = _simplest(own_seen, own_care, list(_atoms(own_seen, own_care, np.zeros((len(rows), n), int), True)))
     if found is None:
         return None
     same = (labels == labels[:1]).all()
     lengths = (stops - starts)[rows == 0].tolist()
     formula = documents(lengths=lengths, inner=found[0]) if same else documents(labels, inner=found[0])
     return repr(formula), formula
-
-
-def _unconnected(seen: Bools, care: Bools) -> NDArray[np.int64]:
-    """A number for each position, (1 or B, N), the same in each stretch that no measured pair crosses."""
-    return np.array([blocks(row & wanted) for row, wanted in zip(seen, care, strict=True)])
 
 
 def _solutions(seen: Bools, care: Bools, atoms: Sequence[_Atom], parts: int) -> Iterator[tuple[str, Mask]]:
@@ -180,7 +177,7 @@ def _solutions(seen: Bools, care: Bools, atoms: Sequence[_Atom], parts: int) -> 
                     yield f"{atom.text} {sign} {f'({text})' if compound else text}", joined
 
 
-def _atoms(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
+def _atoms(seen: Bools, care: Bools, labels: Labels, given: bool) -> Iterator[_Atom]:
     """What formulas are made of, simplest first, with the numbers at which the measured pairs have an edge."""
     n = seen.shape[-1]
     edges = np.argwhere((seen[..., 1:] != seen[..., :-1]) & care[..., 1:])[:, 1:]  # (query, the key before the edge)
@@ -189,36 +186,30 @@ def _atoms(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
     starts = sorted({int(k) + 1 for _, k in edges})
     texts = ["full", "causal", *(f"window({w})" for w in {1, *back})]
     texts += [f"first({k})" for k in starts]
-    documented = list(_documents(seen, care, labels))
     yield from (_atom(text, n) for text in texts)
-    if labels is not None:
-        yield from documented
+    if given:
+        yield from _documents(labels)
     yield from (_atom(f"chunks({c})", n) for c in range(2, n))
     yield from (_atom(f"strided({s})", n) for s in range(2, n))
     yield from (_atom(f"band({b}, {a})", n) for a in {*ahead, 0, n} for b in {*(b - 1 for b in back), *back, 0, n} if a)
-    if labels is None:
-        yield from documented
+    if not given:
+        yield from _documents(labels)
 
 
-def _atom(text: str, n: int) -> _Atom:
-    formula = read_mask(text)
-    return _Atom(text, np.array(formula.dense(n), bool)[None], formula)
+def _atom(text: str, n: int, formula: Mask | None = None) -> _Atom:
+    formula = read_mask(text) if formula is None else formula
+    return _Atom(text, np.array(formula.dense(n), bool).reshape(-1, n, n), formula)
 
 
-def _documents(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
-    """The documents of the labels, or those that no measured pair crosses."""
-    if labels is None:
-        labels = _unconnected(seen, care)
+def _documents(labels: Labels) -> list[_Atom]:
+    formula = documents(labels)
     if (labels == labels[:1]).all():
-        lengths = [len(list(group)) for _, group in groupby(labels[0].tolist())]
+        row = labels[0].tolist()
+        lengths = [len(list(group)) for _, group in groupby(row)]
         if len(lengths) < 2:
-            return
-        formula = documents(lengths=lengths) if len(set(labels[0].tolist())) == len(lengths) else documents(labels[0])
-        yield _Atom(repr(formula), np.array(formula.dense(len(labels[0])), bool)[None], formula)
-    else:
-        formula = documents(labels)
-        pairs = np.array(formula.dense(labels.shape[1]), bool)
-        yield _Atom(repr(formula), pairs.reshape(len(labels), *pairs.shape[-2:]), formula)
+            return []
+        formula = documents(lengths=lengths) if len(set(row)) == len(lengths) else documents(labels[0])
+    return [_atom(repr(formula), labels.shape[1], formula)]
 
 
 def infer_mask(

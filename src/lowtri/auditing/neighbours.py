@@ -36,7 +36,6 @@ from lowtri.auditing.reading import extended
     reshapes=True,
 )
 def batch(context: Context) -> PairsOfRuns:
-    """One row changed at a time, which no other row may notice; and rows alone, where the model takes a batch of one."""
     if context.tested.signature.batch_axis is None:
         raise Skipped("the example has no batch")
     before = context.example
@@ -101,11 +100,8 @@ def _key_of(context: Context, before: Run, fresh: Inputs, other: int, row: int, 
     argument="alone",
 )
 def packing(context: Context) -> PairsOfRuns:
-    """Cut each row where no query sees across in the declared mask, and run each document alone.
-
-    A document is run by `alone=` where it is given, else by the model itself when its per-position settings
-    (document or position numbers) are part of the example and can be cut with it.
-    """
+    # A document is run by `alone=` where it is given, else by the model itself when its per-position settings (document or
+    # position numbers) are part of the example and can be cut with it.
     alone, tested = context.tested.adapter.alone, context.tested
     documents = list(_documents(context))
     if not documents or not (is_packed(context) or alone is not None):
@@ -174,7 +170,6 @@ def _documents(context: Context) -> Iterator[tuple[slice, int, int]]:
     needs="a torch module",
 )
 def state(context: Context) -> ProbeResult:
-    """Call copies with other inputs first, and compare what they then answer with the first answer of a copy."""
     if context.fresh_copy is None:
         raise Skipped("the model cannot be copied before its first call")
     first, histories = _used(context), list[tuple[str, Inputs]]()

@@ -86,7 +86,6 @@ def pad(context: Context, name: str, left: int, right: int, salt: int) -> Inputs
     argument="pads",
 )
 def padding(context: Context) -> PairsOfRuns:
-    """Pads on the right, on the left and on both sides, with two contents each, against the input alone."""
     name, n = pad_keyword(context), context.n
     tested, real = context.tested, context.real
     if name is None:
@@ -165,7 +164,6 @@ def padding(context: Context) -> PairsOfRuns:
     reshapes=True,
 )
 def source(context: Context) -> PairsOfRuns:
-    """The source's own pads with other contents, and pads behind it, against the example."""
     require_repeatable(context)
     mask, marked = _source_marks(context)
     per_row, at_pads = context.inputs.per_row, _at_pads(mask)

@@ -29,12 +29,6 @@ from lowtri.auditing.probe import (
     pairs=True,
 )
 def change(context: Context) -> PairsOfRuns:
-    """Every key alone, and for every query all that is hidden from it at once, by random and by extreme values.
-
-    Token ids are also changed to other ids of the same row: a leak of equality shows in no random draw from many ids.
-    Short inputs are looked at pair by pair. Of long ones some positions are chosen, and a query that moves is
-    bisected down to one key.
-    """
     inputs, n = context.inputs, context.n
     queries = context.queries()
     by_pair = context.condition == EXAMPLE
@@ -89,10 +83,6 @@ def change(context: Context) -> PairsOfRuns:
     pairs=True,
 )
 def gradient(context: Context) -> ProbeResult:
-    """One backward pass for each query, from a random cotangent, so that no sum over features can cancel.
-
-    Finds leaks too small to move a float32 output; blind to every leak through a discrete choice (top-k, sort, argmax).
-    """
     if not context.tested.in_torch:
         raise Skipped("the model does not compute in torch")
     import torch
@@ -129,6 +119,7 @@ def gradient(context: Context) -> ProbeResult:
             raise Skipped("no look-up of the example's ids was found to differentiate by")
         if not (rows.is_floating_point() and rows.requires_grad):
             raise Skipped("the output carries no gradient")
+        # Random, so that no sum over features can cancel.
         cotangents = np.random.default_rng([context.tested.seed, 7]).standard_normal(rows.shape)
         for done, query in enumerate(queries):
             if context.chosen is None:
@@ -196,11 +187,7 @@ def _judge(context: Context, sizes: Sizes, queries: list[int], reach: Reach) -> 
     reshapes=True,
 )
 def prefix(context: Context) -> PairsOfRuns:
-    """The rows of the first t inputs alone against the same rows of the whole.
-
-    Finds dependence on the length, which no change of content shows: statistics over time, positions counted from the
-    end, buckets whose size follows the length.
-    """
+    # The length may come in by statistics over time, positions counted from the end, buckets whose size follows it.
     require_repeatable(context)
     measured: dict[str, list[int]] = {"lengths": [], "refused": []}
     for t in context.shorter():
@@ -224,10 +211,6 @@ def prefix(context: Context) -> PairsOfRuns:
     needs="vectors, or torch",
 )
 def poison(context: Context) -> ProbeResult:
-    """NaN and inf in hidden vectors against outputs that may not see them.
-
-    Many right models spread it: 0 * NaN is NaN, and a masked softmax multiplies hidden values by 0.
-    """
     if context.inputs.discrete and not context.tested.in_torch:
         raise Skipped("token ids cannot be NaN, and the model does not compute in torch")
     spread: dict[str, int] = {}
@@ -280,7 +263,6 @@ def _poisoned(context: Context, where: Bools, value: float) -> Rows | None:
     needs="float outputs",
 )
 def sensitivity(context: Context) -> ProbeResult:
-    """Visible pairs that neither moved with a change nor had a gradient, in everything the probes before have recorded."""
     if context.discrete_output:
         raise Skipped("integer outputs move too rarely to say what is never seen")
     looked, moved = ~np.isnan(context.seen), np.nan_to_num(context.seen) > 0

@@ -195,7 +195,7 @@ def _call_text(
         words.append("return_lse")
     engine = options.get("engine", "auto")
     if engine != "auto":
-        words.append(f"engine={engine}")
+        words.append(f"engine={engine}".replace(";", ","))  # whatever was given is one word, and refused as such
     if bias_kind is not None:
         words.append(f"bias_kind={bias_kind}")
     if bias is not None:
@@ -281,9 +281,9 @@ class Given(NamedTuple):
 
 
 def _given(arguments: Arguments) -> Given:
-    q, k, v, text, *rest = arguments
-    call = _read_call(text)
-    if not any(rest):  # most calls
+    q, k, v = arguments[:3]
+    call = _read_call(arguments.call)
+    if not any(arguments[4:]):  # most calls
         return Given(q, k, v, call.mask, call.options, None, None)
     tensors = list(arguments.tensors or ())
     named: dict[str, Any] = dict(zip(call.tensors, tensors, strict=False))
@@ -463,8 +463,8 @@ class _Recorded(torch.autograd.Function):
 
 def _arguments(text: str, factors: Any, numbers: Any, tensors: Sequence[Tensor]) -> Arguments:
     """The arguments of an operator from those of ``_Recorded``, to which each tensor is passed by itself."""
-    q, k, v, *others = tensors
-    return Arguments(q, k, v, text, others or None, factors, numbers)
+    q, k, v = tensors[:3]
+    return Arguments(q, k, v, text, list(tensors[3:]) or None, factors, numbers)
 
 
 def _recorded(*arguments: Any) -> list[Tensor]:
