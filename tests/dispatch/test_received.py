@@ -12,10 +12,10 @@ import torch
 from attention_cases import DTYPES, EPS, draw, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from subprocesses import printed
 
 import lowtri
 from lowtri import CallError
-from processes import printed
 
 ENGINES = ("cpu", "formula", "reference")
 BOTH: dict[str, Any] = {"return_weights": True, "return_received": True}
@@ -214,7 +214,7 @@ def test_the_kernels_return_weights() -> None:
 
 MEMORY = """
     import torch, lowtri
-    from processes import peak_of_process
+    from subprocesses import peak_of_process
     torch.set_num_threads(1)
     x = torch.randn(3, 1, 1, 20_000, 16)
     lowtri.attention(*x[..., :200, :], "causal", return_received=True)

@@ -16,6 +16,7 @@ import build_kernels
 import llvmlite.binding as llvm
 import pytest
 from numba import types
+from subprocesses import printed
 
 import lowtri
 from lowtri.dispatch.choose import _warn_without_kernels
@@ -25,7 +26,6 @@ from lowtri.kernels.device import RecordType, device_function
 from lowtri.kernels.isa import ALL, Amx
 from lowtri.kernels.spec import KernelSpec, symbol
 from lowtri.kernels.target import arm_features, cpu_features
-from processes import printed
 
 SPEC = KernelSpec("float32", "direct", target.ISA)
 READ = symbol("read", SPEC)  # which every library has
