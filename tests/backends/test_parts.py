@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import EPS, draw
+from attention_cases import EPS, draw, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,14 +117,12 @@ def test_gradients_on_many_threads(mask: str, bias_shape: tuple[int, ...], dtype
     bias = torch.randn(bias_shape, requires_grad=True, dtype=torch.promote_types(q.dtype, torch.float32))
     sinks = torch.zeros(4, requires_grad=True, dtype=bias.dtype)
     leaves, d_output = (q, k, v, bias, sinks), draw(b=1, hq=4, nq=1000, d=24, seed=1, dtype=dtype)[0]
-    results = []
-    try:
-        for threads in (1, 3, 16, 64, 64):
-            torch.set_num_threads(threads)
-            out = lowtri.attention(q, k, v, mask, bias=bias, sinks=sinks, engine="cpu")
-            results.append(torch.autograd.grad(out, leaves, d_output))
-    finally:
-        torch.set_num_threads(1)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out = lowtri.attention(q, k, v, mask, bias=bias, sinks=sinks, engine="cpu")
+        return torch.autograd.grad(out, leaves, d_output)
+
+    results = on_threads((1, 3, 16, 64, 64), gradients)
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
             assert (one - two).abs().max() <= 32 * EPS[dtype] * one.abs().max()
@@ -189,16 +188,14 @@ def test_the_memory_of_64_threads_is_at_most_three_times_that_of_one(monkeypatch
     monkeypatch.setattr(launch, "_Memory", counted_memory)
     PREPARED.clear()
     q, k, v = (torch.randn(1, 8, 4096, 64, requires_grad=True) for _ in range(3))
+
+    def bytes_asked(mask: str) -> int:
+        out = lowtri.attention(q, k, v, mask, engine="cpu")
+        launch._pool.clear()
+        asked.clear()
+        torch.autograd.grad(out, (q, k, v), q.detach())
+        return sum(asked)
+
     for mask in ("causal", "causal & window(256)", "causal & documents(lengths=[512, 512, 1024, 2048])"):
-        sizes = []
-        for threads in (1, 64):
-            try:
-                torch.set_num_threads(threads)
-                out = lowtri.attention(q, k, v, mask, engine="cpu")
-                launch._pool.clear()
-                asked.clear()
-                torch.autograd.grad(out, (q, k, v), q.detach())
-                sizes.append(sum(asked))
-            finally:
-                torch.set_num_threads(1)
+        sizes = on_threads((1, 64), partial(bytes_asked, mask))
         assert sizes[0] > 24 * 2**20 and sizes[1] <= 3 * sizes[0], (mask, sizes)

@@ -151,7 +151,7 @@ class _AtKeys(Prepared):
     def plain(self) -> Callable[[Any, Any, Any], Any] | None:
         if self.decode.new_lse is not None or not self.decode.layout.is_plain:
             return None
-        shape = self.decode.shape
+        shape = self.decode.call.of_user_rank(self.decode.shape)
         return self.launch.on_three_tensors(self.prepared, shape, contiguous_strides(shape), keep=self.visible)
 
 
