@@ -71,3 +71,18 @@ def test_masks_of_other_numbers_compile_at_most_twice(name: str, inside: bool) -
         output.backward()
         torch.testing.assert_close(compiled.grad, eager.grad)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("n", [24, 12_000])  # of the second, the mask is made again for each call
+def test_numbers_of_a_mask_that_change_in_place_are_read_again(n: int) -> None:
+    def function(ids: Tensor) -> Any:
+        return lowtri.attention(q, k, v, lowtri.documents(ids) & lowtri.window(5))
+
+    torch._dynamo.reset()
+    ids = torch.zeros(n, dtype=torch.int64)
+    q, k, v = torch.randn(3, 1, 2, n, 8)
+    program = torch.compile(function, backend="eager", fullgraph=True)
+    for begin in (n, 10, 7, 10):
+        ids.fill_(0)
+        ids[begin:] = 1
+        assert torch.equal(program(ids), function(ids))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtri import attention
 from lowtri.dispatch import prepared
+from lowtri.errors import EngineError
 
 pytestmark = [
     pytest.mark.not_emulated,
@@ -198,8 +199,11 @@ def test_a_program_compares_no_defaults_and_no_name_of_torch_again() -> None:
     assert guards.count("LAMBDA_GUARD") == 1  # torch's own, of hooks
 
 
-def test_options_of_a_program_are_checked_by_name() -> None:
+def test_options_of_a_program_are_checked() -> None:
     torch._dynamo.reset()
+    program = torch.compile(lambda q, k, v: attention(q, k, v, "causal", engine="cpu; return_lse"), backend="eager")
+    with pytest.raises(EngineError, match="no engine 'cpu, return_lse'"):
+        program(*leaves())
     program = torch.compile(lambda q, k, v: attention(q, k, v, "causal", scal=1.0), backend="eager")  # type: ignore[call-overload]
     with pytest.raises(Exception, match=r"attention\(\) got an unexpected keyword argument 'scal'"):
         program(*leaves())

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.backends import GradientSource
@@ -55,6 +56,9 @@ class Arguments(NamedTuple):
     numbers: Sequence[int] | None = None  # one for each placeholder of the mask's text, -1 where that is an array
 
 
+_MOST_KEPT = (
+    2**16
+)  # bytes of a mask's arrays, of which the mask is kept: the arrays of larger calls cost a small part of them
 _SCHEMA = "Tensor q, Tensor k, Tensor v, str call, Tensor[]? tensors, float[]? factors, SymInt[]? numbers"
 
 
@@ -195,7 +199,7 @@ def _call_text(
         words.append("return_lse")
     engine = options.get("engine", "auto")
     if engine != "auto":
-        words.append(f"engine={engine}")
+        words.append(f"engine={engine}".replace(";", ","))  # whatever was given is one word, and refused as such
     if bias_kind is not None:
         words.append(f"bias_kind={bias_kind}")
     if bias is not None:
@@ -281,9 +285,9 @@ class Given(NamedTuple):
 
 
 def _given(arguments: Arguments) -> Given:
-    q, k, v, text, *rest = arguments
-    call = _read_call(text)
-    if not any(rest):  # most calls
+    q, k, v = arguments[:3]
+    call = _read_call(arguments.call)
+    if not any(arguments[4:]):  # most calls
         return Given(q, k, v, call.mask, call.options, None, None)
     tensors = list(arguments.tensors or ())
     named: dict[str, Any] = dict(zip(call.tensors, tensors, strict=False))
@@ -296,11 +300,29 @@ def _given(arguments: Arguments) -> Given:
 
 
 def _mask(text: str, arrays: Sequence[Tensor], numbers: Sequence[int] | None) -> Any:
+    """The mask of a text and its values; or the text, where it has none."""
     if not arrays and numbers is None:
         return text
-    values: list[Any] = [array.cpu().numpy() for array in arrays]
+    values = [array.cpu().numpy() for array in arrays]
+    in_order = None if numbers is None else tuple(numbers)
+    if sum(array.nbytes for array in values) > _MOST_KEPT:
+        return _mask_of(text, values, in_order)
+    return _known_mask(text, tuple((array.tobytes(), array.dtype.str, array.shape) for array in values), in_order)
+
+
+@lru_cache(64)
+def _known_mask(
+    text: str, contents: tuple[tuple[bytes, str, tuple[int, ...]], ...], numbers: tuple[int, ...] | None
+) -> Any:
+    """The mask of arrays with these contents: its text is read once, and its arrays are compared once."""
+    arrays = [np.frombuffer(content, dtype).reshape(shape) for content, dtype, shape in contents]
+    return _mask_of(text, arrays, numbers)
+
+
+def _mask_of(text: str, arrays: list[NDArray[Any]], numbers: tuple[int, ...] | None) -> Any:
+    values: list[Any] = arrays
     if numbers is not None:
-        each = iter(values)
+        each = iter(arrays)
         values = [next(each) if number < 0 else number for number in numbers]
     return from_text(text, values)
 
@@ -308,12 +330,13 @@ def _mask(text: str, arrays: Sequence[Tensor], numbers: Sequence[int] | None) ->
 def _output(
     q: Tensor, k: Tensor, v: Tensor, text: str, tensors: Any = None, factors: Any = None, numbers: Any = None
 ) -> Tensor:
-    if tensors is None and numbers is None:
-        call = _read_call(text)
+    call = _read_call(text)
+    if not call.tensors:
         options = call.options
         if factors is not None:
             options = options._replace(**dict(zip(call.factors, factors, strict=True)))
-        ready, _ = find(q, k, v, None, None, None, call.mask, options.scale, options.softcap, 0.0, *options[7:])
+        mask = _mask(call.mask, tensors or (), numbers)
+        ready, _ = find(q, k, v, None, None, None, mask, options.scale, options.softcap, 0.0, *options[7:])
         if ready is not None and ready.plain is not None:
             output: Tensor = ready.plain(q, k, v).contiguous()
             return output
@@ -463,8 +486,8 @@ class _Recorded(torch.autograd.Function):
 
 def _arguments(text: str, factors: Any, numbers: Any, tensors: Sequence[Tensor]) -> Arguments:
     """The arguments of an operator from those of ``_Recorded``, to which each tensor is passed by itself."""
-    q, k, v, *others = tensors
-    return Arguments(q, k, v, text, others or None, factors, numbers)
+    q, k, v = tensors[:3]
+    return Arguments(q, k, v, text, list(tensors[3:]) or None, factors, numbers)
 
 
 def _recorded(*arguments: Any) -> list[Tensor]:

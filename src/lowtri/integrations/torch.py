@@ -84,9 +84,11 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
         _switch_back(parts, switched)
         return module
     attentions: list[Any] = [x for x in parts if isinstance(x, nn.MultiheadAttention) and x not in switched]
-    closed = {reason for part in attentions if (reason := _why_not(part))}
+    closed = {type(x).__name__ for x in attentions if type(x).forward is not nn.MultiheadAttention.forward}
     if closed or not (attentions or switched):
-        reason = "; ".join(sorted(closed)) or f"{type(module).__name__} contains no nn.MultiheadAttention"
+        reason = f"{type(module).__name__} contains no nn.MultiheadAttention"
+        if closed:
+            reason = f"{', '.join(sorted(closed))} has a forward of its own, which may compute something else"
         raise EngineError(
             f"switch: {reason}.\nFix: leave this model to torch. For a model of transformers: lowtri.integrations.transformers.switch."
         )
@@ -120,13 +122,6 @@ def _encoders(parts: list[Any]) -> list[Any]:
 
 def _unchanged(module: nn.Module, arguments: Any) -> None:
     """A hook that changes nothing."""
-
-
-def _why_not(part: nn.Module) -> str | None:
-    """Why a module cannot be switched, or None."""
-    if type(part).forward is not nn.MultiheadAttention.forward:
-        return f"{type(part).__name__} has a forward of its own, which may compute something else"
-    return None
 
 
 class _Multihead(SwappedForward):

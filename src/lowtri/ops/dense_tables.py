@@ -18,6 +18,7 @@ Every call reads its table. What a table is as a mask is kept for the newest one
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -266,6 +267,7 @@ def lowest_number(*dtypes: Any) -> float:
     return max(_lowest(dtype) for dtype in dtypes)
 
 
+@cache
 def _lowest(dtype: Any) -> float:
     if isinstance(dtype, np.dtype):
         return float(np.finfo(dtype).min)

@@ -132,18 +132,28 @@ def check_range(name: str, argument: str, numbers: list[int], below: int) -> Non
 
 def for_rows(name: str, argument: str, value: int | Tensor, rows: int) -> list[int]:
     """A position of each row, from one for all rows or one for each."""
-    if isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == rows and value.dtype in _INTEGERS:
-        numbers: Any = value.tolist()  # as most are given
+    dimensions = value.ndim if isinstance(value, Tensor) else np.ndim(value)
+    if dimensions == 0:
+        number: int = whole_numbers(name, argument, value, ()).item()
+        of_rows = [number for _ in range(rows)]
     else:
-        numbers = whole_numbers(name, argument, value, () if np.ndim(value) == 0 else (rows,)).tolist()
-    of_rows: list[int] = numbers if isinstance(numbers, list) else [numbers for _ in range(rows)]
+        of_rows = _list_of(name, argument, value, rows)
     check_range(name, argument, of_rows, POSITION_MAX)
     return of_rows
 
 
+def _list_of(name: str, argument: str, value: Any, size: int | str) -> list[int]:
+    """Whole numbers (size,), most of which are tensors of integers."""
+    if isinstance(value, Tensor) and value.dtype in _INTEGERS and value.ndim == 1 and size in (value.shape[0], "B + 1"):
+        given: list[int] = value.tolist()
+        return given
+    numbers: list[int] = whole_numbers(name, argument, value, (size,)).tolist()
+    return numbers
+
+
 def edges_of(name: str, argument: str, edges: Any, total: int | None = None) -> list[int]:
     """cu_seqlens, (B + 1,): ascending from 0, to ``total`` if it is given."""
-    numbers: list[int] = whole_numbers(name, argument, edges, ("B + 1",)).tolist()
+    numbers = _list_of(name, argument, edges, "B + 1")
     ascends = len(numbers) > 1 and numbers[0] == 0 and numbers == sorted(numbers)
     if not ascends or total not in (None, numbers[-1]):
         fix = (

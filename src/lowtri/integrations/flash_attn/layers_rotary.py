@@ -49,13 +49,12 @@ def apply_rotary_emb(
     if cu_seqlens is None:
         offsets = for_rows(name, "seqlen_offsets", seqlen_offsets, len(x))
         positions = torch.tensor(offsets, dtype=torch.int64)[:, None] + torch.arange(x.shape[1])
-        rotated = rotate(x, cos, sin, positions, interleaved, name)
     else:
         edges = edges_of(name, "cu_seqlens", cu_seqlens, len(x))
         offsets = for_rows(name, "seqlen_offsets", seqlen_offsets, len(edges) - 1)
         rows = zip(offsets, pairwise(edges), strict=True)
         positions = torch.cat([torch.arange(offset, offset + end - start) for offset, (start, end) in rows])
-        rotated = rotate(x[None], cos, sin, positions[None], interleaved, name)[0]
+    rotated = rotate(x, cos, sin, positions, interleaved, name)
     return x.copy_(rotated) if inplace else rotated
 
 
@@ -114,15 +113,15 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, name: str) -> Tensor:
-    """x (B, N, H, D) rotated by the rows of cos and sin (positions, R) at ``positions`` (B, N); ``name`` is for errors."""
-    half, size = cos.shape[-1], x.shape[3]
+    """x (..., H, D) rotated by the rows of cos and sin (positions, R) at ``positions`` (...); ``name`` is for errors."""
+    half, size = cos.shape[-1], x.shape[-1]
     if cos.ndim != 2 or cos.shape != sin.shape or 2 * half > size:
         tables = f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for heads of {size}"
         raise CallError(f"{name}: rotary tables {tables}. Fix: (positions, R) both, 2 R at most the head size.")
     if (last := int(positions.max()) if positions.numel() else -1) >= len(cos):
         raise CallError(f"{name}: the rotary tables have {len(cos)} positions, but one is {last}. Fix: longer tables.")
     wide = torch.promote_types(x.dtype, torch.float32)
-    c, s = (table[positions.to(table.device)][:, :, None].to(wide) for table in (cos, sin))  # (B, N, 1, R)
+    c, s = (table[positions.to(table.device)][..., None, :].to(wide) for table in (cos, sin))  # (..., 1, R)
     turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(half, -1)
     pair = first * c - second * s, first * s + second * c
