@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 import random
 import sys
 import types
@@ -93,8 +94,10 @@ class Snapshot:
 
 
 def _restore_container(container: Any, content: Any) -> None:
-    now, before = ([*part, *(part.values() if isinstance(part, dict) else ())] for part in (container, content))
-    if len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True)):
+    same = len(container) == len(content) and all(map(operator.is_, container, content))
+    if same and isinstance(content, dict):
+        same = all(map(operator.is_, container.values(), content.values()))
+    if same:
         return
     container.clear()
     add = container.extend if isinstance(content, (list, collections.deque)) else container.update
