@@ -16,29 +16,35 @@ from lowtri.masks import Mask
 class Layer:
     """The keys (..., capacity, D) and values (..., capacity, Dv) of one layer."""
 
-    __slots__ = ("appends", "keys", "signature", "values")
+    __slots__ = ("appends", "keys", "kind", "values")
 
     def __init__(self, k: Any, v: Any, capacity: int) -> None:
-        self.keys, self.values = _empty(k, capacity), _empty(v, capacity)
-        self.signature: Any = _signature(k, v)  # of the last append: equal ones need no further check
+        self.set_buffers(_empty(k, capacity), _empty(v, capacity))
         self.appends = 0
+
+    def set_buffers(self, keys: Any, values: Any) -> None:
+        """Replace the buffers."""
+        self.keys = keys
+        self.values = values
+        self.kind = _kind(keys, values)
 
     def check(self, k: Any, v: Any, layer: int) -> None:
         """Raise unless new tokens have the shapes, dtypes and device of the earlier ones."""
-        signature = _signature(k, v)
-        if signature == self.signature:
-            return
-        if _kind(k) != _kind(self.keys) or _kind(v) != _kind(self.values) or v.shape[-2] != k.shape[-2]:
+        if _kind(k, v) != self.kind or v.shape[-2] != k.shape[-2]:
             raise CallError(
                 f"append: keys {shape_text(k)} and values {shape_text(v)} do not continue layer {layer}, "
                 f"whose keys are {shape_text(self.keys)} and values {shape_text(self.values)} in (..., H, slots, D)."
             )
-        self.signature = signature
 
     def write(self, start: int, k: Any, v: Any) -> None:
         """Write new tokens to the slots from ``start`` on."""
-        _write(self.keys, start, k)
-        _write(self.values, start, v)
+        n = k.shape[-2]
+        if isinstance(self.keys, np.ndarray):
+            self.keys[..., start : start + n, :] = k
+            self.values[..., start : start + n, :] = v
+        else:  # half the time of an assignment
+            self.keys.narrow(-2, start, n).copy_(k.detach() if k.requires_grad else k)
+            self.values.narrow(-2, start, n).copy_(v.detach() if v.requires_grad else v)
 
     def compact(self, slots: Slots, capacity: int) -> None:
         """New buffers with the old slots at their front."""
@@ -56,9 +62,11 @@ class Layer:
 
     def select_rows(self, rows: NDArray[np.int64]) -> None:
         """Row i becomes a copy of row ``rows[i]``."""
-        self.keys = _rows(self.keys, rows)
-        self.values = _rows(self.values, rows)
-        self.signature = None
+        self.set_buffers(_rows(self.keys, rows), _rows(self.values, rows))
+
+    def to(self, device: Any) -> None:
+        """Move the buffers, which are tensors, to a device."""
+        self.set_buffers(self.keys.to(device), self.values.to(device))
 
     def first_slots(self, n: int) -> tuple[Any, Any]:
         """The first ``n`` slots, as views."""
@@ -79,13 +87,10 @@ def check_new(k: Any, v: Any, mask: Mask) -> None:
         raise CallError(f"append: keys {shape_text(k)} do not fit {mask!r}, whose batch is {mask.batch}.")
 
 
-def _signature(k: Any, v: Any) -> tuple[Any, ...]:
-    return (k.shape, v.shape, k.dtype, v.dtype, getattr(k, "device", None), getattr(v, "device", None))
-
-
-def _kind(x: Any) -> tuple[Any, ...]:
-    """What must not change from append to append."""
-    return (*x.shape[:-2], x.shape[-1], x.dtype, getattr(x, "device", None))
+def _kind(k: Any, v: Any) -> tuple[Any, ...]:
+    """What must not change from append to append: all but the number of tokens."""
+    of_values = (*v.shape[:-2], v.shape[-1], v.dtype, getattr(v, "device", None))
+    return (*k.shape[:-2], k.shape[-1], k.dtype, getattr(k, "device", None), *of_values)
 
 
 def _empty(like: Any, capacity: int) -> Any:
@@ -130,10 +135,11 @@ def _enlarged(tokens: Any, capacity: int) -> Any:
 
 
 def _write(buffer: Any, start: int, new: Any) -> None:
+    """Write the tokens of another buffer to the slots from ``start`` on."""
     if isinstance(buffer, np.ndarray):
         buffer[..., start : start + new.shape[-2], :] = new
-    else:  # half the time of an assignment
-        buffer.narrow(-2, start, new.shape[-2]).copy_(new.detach() if new.requires_grad else new)
+    else:
+        buffer.narrow(-2, start, new.shape[-2]).copy_(new)
 
 
 def batch_of(x: Any) -> int:

@@ -340,11 +340,11 @@ def _end(model: Any, output: Any) -> None:
     unused, name = None, type(model).__name__
     if output is not None and forward.packing is not None:
         _remember(forward, output)
+    made = forward.mask_was_built or (forward.cache is not None and forward.cache.has_attended)
     if forward.cache is not None:
         TRACED.end()
         if output is not None:
             forward.cache.end()
-    made = forward.mask_was_built or (forward.cache is not None and forward.cache.has_attended)
     if output is not None and forward.required and not made:
         applied = "context_parallel" if forward.mask is None else repr(forward.mask)
         if forward.packing is not None and forward.mask is None:
