@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.dispatch.attend import attention_over_cache, find_over_cache
-from lowtri.dispatch.signature import array_signature
+from lowtri.dispatch.prepared import CachedCall
 from lowtri.drawing import with_drawings
 from lowtri.errors import CallError
 from lowtri.generation.layers import Layer, batch_of, check_new, shape_text
@@ -56,14 +57,15 @@ class Lifetimes(NamedTuple):
     rows_left_out: int
 
 
-class RepeatableCall(NamedTuple):
-    """The attention of a layer over a cache, for other layers with an equal call."""
+@dataclass(slots=True)
+class RepeatableCall:
+    """The attention of a layer over a cache, for other layers and later tokens with an equal call."""
 
     appends: int  # how many appends the cache had seen
     kind: Any  # of the layer's buffers
-    sign: Callable[..., Any]  # the function that makes the signature
     signature: Any  # of the layer's queries and of its new keys and values
-    run: Callable[[Any, Any, Any], Any]
+    run: Any  # (q, keys, values) -> the output
+    for_any_keys: CachedCall | None  # the call that serves later tokens, too
 
 
 @with_drawings
@@ -205,15 +207,20 @@ class KVCache:
     def store(self, k: Any, v: Any, positions: Any, layer: int) -> Layer:
         """Write new tokens into the buffers of their layer, free slots included: :meth:`append` without its views."""
         k, v = _plain("k", k), _plain("v", v)
-        buffers, slots = self._layers.get(layer), self._slots
+        buffers = self._layers.get(layer)
         if buffers is not None:
             buffers.check(k, v, layer)
         else:
             check_new(k, v, self.mask)
-            if slots.appends > 1:
+            if self._slots.appends > 1:
                 raise CallError(
-                    f"append: layer {layer} comes late: the other layers have seen {slots.appends} appends."
+                    f"append: layer {layer} comes late: the other layers have seen {self._slots.appends} appends."
                 )
+        return self._store_checked(buffers, k, v, positions, layer)
+
+    def _store_checked(self, buffers: Layer | None, k: Any, v: Any, positions: Any, layer: int) -> Layer:
+        """:meth:`store` for tokens that fit the buffers of their layer, None before its first."""
+        slots = self._slots
         n = k.shape[-2]
         if (0 if buffers is None else buffers.appends) == slots.appends:  # the first layer of this append
             late = self._late()
@@ -294,33 +301,50 @@ class KVCache:
     def attend_new(self, q: Any, k: Any, v: Any, positions: Any, layer: int, options: CallOptions) -> Any:
         """:meth:`attend` under the cache's mask, without the checks of q.
 
-        In a model, the layers of a token make equal calls. So a layer whose arrays have the signature of those of the layer before it,
-        and whose buffers are of the same kind, passes the same checks, and runs the same prepared call.
+        The layers of a model make equal calls, also from token to token. A layer whose tensors have the signature of those of the
+        layer before it, and whose buffers are of the same kind, passes the same checks, and runs the same prepared call.
         """
         slots = self._slots
+        buffers = self._layers.get(layer)
         call = self._repeatable
-        if call is not None and call.appends == slots.appends and options.sinks is None:
-            buffers = self._layers.get(layer)
-            if (
-                buffers is not None
-                and buffers.appends < slots.appends
-                and buffers.kind == call.kind
-                and call.sign(q, k, v, None, None, options) == call.signature
-                and (positions is None or slots.are_last_positions(positions))
-            ):
-                if slots.moved is not None:
-                    buffers.compact(slots.moved, slots.capacity)
-                buffers.appends = slots.appends
-                buffers.write(slots.last_start, k, v)
-                return call.run(q, buffers.keys, buffers.values)
-        buffers = self.store(k, v, positions, layer)
+        if (
+            call is None
+            or buffers is None
+            or buffers.kind != call.kind
+            or options.sinks is not None
+            or _tensors().token_signature(q, k, v, options) != call.signature
+        ):
+            buffers = self.store(k, v, positions, layer)
+            return self._attend_first(q, k, v, buffers, options)
+        if (
+            call.appends == slots.appends
+            and buffers.appends < slots.appends
+            and (positions is None or slots.are_last_positions(positions))
+        ):
+            if slots.moved is not None:
+                buffers.compact(slots.moved, slots.capacity)
+            buffers.appends = slots.appends
+            buffers.write(slots.last_start, k, v)
+            return call.run(q, buffers.keys, buffers.values)
+        self._store_checked(buffers, k, v, positions, layer)
+        keys, values = buffers.keys, buffers.values
+        at = keys.shape, values.shape, keys.stride(), values.stride(), slots.visible_slots
+        ready = call.for_any_keys.repeated(at) if call.for_any_keys is not None else None
+        if ready is None:
+            return self._attend_first(q, k, v, buffers, options)
+        call.appends = slots.appends
+        call.run = ready.plain
+        return call.run(q, keys, values)
+
+    def _attend_first(self, q: Any, k: Any, v: Any, buffers: Layer, options: CallOptions) -> Any:
+        """The attention of a layer's newest tokens, which later layers and tokens may repeat."""
+        slots = self._slots
         ready = find_over_cache(q, buffers.keys, buffers.values, self.mask, options, slots.visible_slots)
         if ready is None or ready.plain is None:
-            return self.attend_appended(q, layer, options)
-        sign = array_signature if type(k) is np.ndarray else _guards_of_tensors().signature
-        signature = sign(q, k, v, None, None, options)
+            return attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, slots.visible_slots)
+        signature = None if isinstance(k, np.ndarray) else _tensors().token_signature(q, k, v, options)
         if signature is not None:
-            self._repeatable = RepeatableCall(slots.appends, buffers.kind, sign, signature, ready.plain)
+            self._repeatable = RepeatableCall(slots.appends, buffers.kind, signature, ready.plain, ready.for_any_keys)
         return ready.plain(q, buffers.keys, buffers.values)
 
     def attend_appended(self, q: Any, layer: int, options: CallOptions) -> Any:
@@ -505,8 +529,10 @@ class KVCache:
 
     def _late(self) -> int | None:
         """The first layer that has not seen the newest tokens; None if all have."""
-        appends = self._slots.appends
-        return min([number for number, x in self._layers.items() if x.appends < appends], default=None)
+        for number, buffers in self._layers.items():
+            if buffers.appends < self._slots.appends:
+                return number
+        return None
 
     def _check_complete(self, method: str) -> None:
         if self._late() is not None:
@@ -570,7 +596,7 @@ def _plain(name: str, x: Any) -> Any:
     """An array or tensor whose memory holds its numbers; most are seen to be one without the check of all others."""
     if type(x) is np.ndarray:
         return x if x.flags.c_contiguous and x.flags.aligned else plain_array(name, x, "append")
-    if "torch" in sys.modules and _guards_of_tensors().is_dense_cpu(x):
+    if "torch" in sys.modules and _tensors().is_dense_cpu(x):
         return x
     x = plain_array(name, x, "append")
     if not isinstance(x, np.ndarray) and not is_tensor(x):
@@ -579,7 +605,7 @@ def _plain(name: str, x: Any) -> Any:
 
 
 @cache
-def _guards_of_tensors() -> Any:
+def _tensors() -> Any:
     """Loaded with torch; an import in each call takes longer than a check."""
     from lowtri.ops import tensors
 

@@ -40,6 +40,7 @@ from lowtri.masks.tile import EMPTY, POSITION_MAX, Index
 # Models that write values of their own next to an additive mask: they get the additive mask that eager gets.
 _NEED_ADDITIVE = ("deepseek_v4",)
 _PAIRS_OF_A_PROGRAM = 2**16  # of a mask that a compiled program may take as its table
+_CAUSAL = causal()  # one object, which a cache compares without looking into it
 
 
 def make_mask(
@@ -111,8 +112,8 @@ def make_mask(
             if forward.in_generate_without_cache:
                 with suppress(MaskError):  # a table may end here
                     check_cache(pattern, q_length, 1, 0, q_length + 1, forward.cache_argument)
-    if mask_function is None:
-        mask = causal() if pattern is None else pattern
+    if mask_function is None or (packing is None and _is_known(mask_function, "causal_mask_function")):
+        mask = _CAUSAL if pattern is None else pattern
     else:
         reading = Reading(batch_size, use_vmap, str(device), pattern, forward is not None and context is None, packing)
         mask = _mask_of(mask_function, reading)
@@ -262,7 +263,7 @@ def _remapped(inner: Mask, positions: Tensor) -> Mask:
 
 # The functions of transformers: from the variables that each closes over to its mask. ``read`` gives the mask of a function.
 _KNOWN_MASK_FUNCTIONS: dict[str, Callable[[dict[str, Any], int, Callable[[Any], Mask]], Mask]] = {
-    "causal_mask_function": lambda c, rows, read: causal(),
+    "causal_mask_function": lambda c, rows, read: _CAUSAL,
     "bidirectional_mask_function": lambda c, rows, read: full(),
     "sliding_window_overlay": lambda c, rows, read: _sliding(int(c["sliding_window"]) - 1, POSITION_MAX),
     "sliding_window_bidirectional_overlay": lambda c, rows, read: band(*[int(c["sliding_window"])] * 2),
