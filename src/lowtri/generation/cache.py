@@ -7,20 +7,25 @@ values (:class:`Layer`). Eviction calls ``mask.tile``, so it works for any mask.
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.dispatch.attend import attention_over_cache, find_over_cache
-from lowtri.dispatch.prepared import CachedCall
 from lowtri.drawing import with_drawings
 from lowtri.errors import CallError
-from lowtri.generation.layers import Layer, batch_of, check_new, shape_text
+from lowtri.generation.layers import (
+    Layer,
+    RepeatableCall,
+    batch_of,
+    check_new,
+    not_an_array,
+    plain,
+    shape_text,
+    tensor_checks,
+)
 from lowtri.generation.slots import (
     LookaheadCheck,
     SlotAllocator,
@@ -31,12 +36,10 @@ from lowtri.generation.slots import (
     rows_of,
 )
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
-from lowtri.masks.arrays import is_tensor
 from lowtri.masks.formulas import causal
 from lowtri.masks.label_masks import with_open_end
 from lowtri.masks.tile import MAX_POSITIONS, check_flag, short_repr
 from lowtri.masks.tree import Tree
-from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
 
 _FIXES = {"capacity": "0, which grows as needed.", "block": "64.", "rewind": "the length of a draft."}
@@ -55,17 +58,6 @@ class Lifetimes(NamedTuple):
     step: int  # positions to a cell
     positions: int  # of the longest row
     rows_left_out: int
-
-
-@dataclass(slots=True)
-class RepeatableCall:
-    """The attention of a layer over a cache, for other layers and later tokens with an equal call."""
-
-    appends: int  # how many appends the cache had seen
-    kind: Any  # of the layer's buffers
-    signature: Any  # of the layer's queries and of its new keys and values
-    run: Any  # (q, keys, values) -> the output
-    for_any_keys: CachedCall | None  # the call that serves later tokens, too
 
 
 @with_drawings
@@ -206,7 +198,7 @@ class KVCache:
 
     def store(self, k: Any, v: Any, positions: Any, layer: int) -> Layer:
         """Write new tokens into the buffers of their layer, free slots included: :meth:`append` without its views."""
-        k, v = _plain("k", k), _plain("v", v)
+        k, v = plain("k", k), plain("v", v)
         buffers = self._layers.get(layer)
         if buffers is not None:
             buffers.check(k, v, layer)
@@ -283,7 +275,7 @@ class KVCache:
         """
         for name, x in (("q", q), ("k", k)):
             if not hasattr(x, "ndim"):
-                raise _not_an_array("attend", name, x)
+                raise not_an_array("attend", name, x)
         if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
             raise CallError(
                 f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
@@ -312,7 +304,7 @@ class KVCache:
             or buffers is None
             or buffers.kind != call.kind
             or options.sinks is not None
-            or _tensors().token_signature(q, k, v, options) != call.signature
+            or tensor_checks().token_signature(q, k, v, options) != call.signature
         ):
             buffers = self.store(k, v, positions, layer)
             return self._attend_first(q, k, v, buffers, options)
@@ -342,7 +334,7 @@ class KVCache:
         ready = find_over_cache(q, buffers.keys, buffers.values, self.mask, options, slots.visible_slots)
         if ready is None or ready.plain is None:
             return attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, slots.visible_slots)
-        signature = None if isinstance(k, np.ndarray) else _tensors().token_signature(q, k, v, options)
+        signature = None if isinstance(k, np.ndarray) else tensor_checks().token_signature(q, k, v, options)
         if signature is not None:
             self._repeatable = RepeatableCall(slots.appends, buffers.kind, signature, ready.plain, ready.for_any_keys)
         return ready.plain(q, buffers.keys, buffers.values)
@@ -586,27 +578,3 @@ def _token_count(name: str, value: Any, least: int, most: int) -> int:
             f"\nFix: {name}={_FIXES[name]}"
         )
     return count
-
-
-def _not_an_array(method: str, name: str, x: Any) -> CallError:
-    return CallError(f"{method}: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
-
-
-def _plain(name: str, x: Any) -> Any:
-    """An array or tensor whose memory holds its numbers; most are seen to be one without the check of all others."""
-    if type(x) is np.ndarray:
-        return x if x.flags.c_contiguous and x.flags.aligned else plain_array(name, x, "append")
-    if "torch" in sys.modules and _tensors().is_dense_cpu(x):
-        return x
-    x = plain_array(name, x, "append")
-    if not isinstance(x, np.ndarray) and not is_tensor(x):
-        raise _not_an_array("append", name, x)
-    return x
-
-
-@cache
-def _tensors() -> Any:
-    """Loaded with torch; an import in each call takes longer than a check."""
-    from lowtri.ops import tensors
-
-    return tensors

@@ -1,16 +1,22 @@
-"""The memory of a cache: for each layer a buffer of keys and one of values, in NumPy's arrays or torch's tensors."""
+"""The memory of a cache: for each layer a buffer of keys and one of values, in NumPy's arrays or torch's tensors; and its checks."""
 
 from __future__ import annotations
 
 import math
+import sys
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.dispatch.prepared import CachedCall
 from lowtri.errors import CallError
 from lowtri.generation.slots import Slots
 from lowtri.masks import Mask
+from lowtri.masks.arrays import is_tensor
+from lowtri.ops.arguments import plain_array
 
 
 class Layer:
@@ -73,6 +79,17 @@ class Layer:
         if isinstance(self.keys, np.ndarray):
             return self.keys[..., :n, :], self.values[..., :n, :]
         return self.keys.narrow(-2, 0, n), self.values.narrow(-2, 0, n)
+
+
+@dataclass(slots=True)
+class RepeatableCall:
+    """The attention of a layer over a cache, for other layers and later tokens with an equal call."""
+
+    appends: int  # how many appends the cache had seen
+    kind: Any  # of the layer's buffers
+    signature: Any  # of the layer's queries and of its new keys and values
+    run: Any  # (q, keys, values) -> the output
+    for_any_keys: CachedCall | None  # the call that serves later tokens, too
 
 
 def check_new(k: Any, v: Any, mask: Mask) -> None:
@@ -148,3 +165,27 @@ def batch_of(x: Any) -> int:
 
 def shape_text(x: Any) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+
+
+def not_an_array(method: str, name: str, x: Any) -> CallError:
+    return CallError(f"{method}: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
+
+
+def plain(name: str, x: Any) -> Any:
+    """An array or tensor whose memory holds its numbers; most are seen to be one without the check of all others."""
+    if type(x) is np.ndarray:
+        return x if x.flags.c_contiguous and x.flags.aligned else plain_array(name, x, "append")
+    if "torch" in sys.modules and tensor_checks().is_dense_cpu(x):
+        return x
+    x = plain_array(name, x, "append")
+    if not isinstance(x, np.ndarray) and not is_tensor(x):
+        raise not_an_array("append", name, x)
+    return x
+
+
+@cache
+def tensor_checks() -> Any:
+    """Loaded with torch; an import in each call takes longer than a check."""
+    from lowtri.ops import tensors
+
+    return tensors

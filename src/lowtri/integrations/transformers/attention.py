@@ -101,7 +101,7 @@ def attend(
     if isinstance(attention_mask, TraceableMaskTensor) and torch.compiler.is_dynamo_compiling():
         attention_mask = attention_mask._table  # which the program holds instead
     lazy = attention_mask.lazy if isinstance(attention_mask, LazyMaskTensor) else None
-    cached = None if lazy is None else lazy.cache
+    cached: Any = None if lazy is None else lazy.cache
     traced = TRACED.layer is not None
     if traced or cached is not None:  # an EvictingCache has returned the keys
         # Weights are collected for a whole forward, so its first layer asks.

@@ -178,8 +178,8 @@ def _run_begin(state: Tensor, rows: int, n: int, attention_mask: Tensor | None, 
 def _run_attend(state: Tensor, q: Tensor, k: Tensor, v: Tensor, layer: int, *options: Any) -> Tensor:
     cache = _cache_of(state)
     k, v = cache.update(k, v, layer)
-    scale, softcap, sinks, engine = options
-    call_options = CallOptions(scale, softcap, sinks=sinks, engine=engine)
+    names = ("scale", "softcap", "sinks", "engine")
+    call_options = CallOptions(**dict(zip(names, options, strict=True)))
     # The number of tokens stays until the next forward begins: inductor may read it again after this operator.
     return cache.attend(None, q, k, v, None, call_options).contiguous()
 
