@@ -316,7 +316,9 @@ class KVCache:
             if slots.moved is not None:
                 buffers.compact(slots.moved, slots.capacity)
             buffers.appends = slots.appends
-            buffers.write(slots.last_start, k, v)
+            n = k.shape[-2]  # as Layer.write, without a step more
+            buffers.keys.narrow(-2, slots.last_start, n).copy_(k.detach() if k.requires_grad else k)
+            buffers.values.narrow(-2, slots.last_start, n).copy_(v.detach() if v.requires_grad else v)
             return call.run(q, buffers.keys, buffers.values)
         self._store_checked(buffers, k, v, positions, layer)
         keys, values = buffers.keys, buffers.values

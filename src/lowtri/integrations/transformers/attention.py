@@ -7,6 +7,7 @@ the operator does not support run after a graph break under torch.compile, and r
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -107,11 +108,14 @@ def attend(
         # Weights are collected for a whole forward, so its first layer asks.
         if dropout or not _NOT_IN_CACHE.isdisjoint(others) or ((traced or cached.coming) and collects_attentions()):
             _reject_in_cache(module, dropout, others)
-        sinks = None if s_aux is None else s_aux.reshape(-1)
-        options = CallOptions(scaling, softcap, sinks=sinks, engine=engine)
         if traced:
+            sinks = None if s_aux is None else s_aux.reshape(-1)
+            options = CallOptions(scaling, softcap, sinks=sinks, engine=engine)
             output = attend_traced(query, key, value, options)
         else:
+            options = _options(scaling, softcap, engine)  # made once for all layers and tokens
+            if s_aux is not None:
+                options = options._replace(sinks=s_aux.reshape(-1))
             output = cached.attend(module, query, key, value, lazy, options)
         return output.transpose(1, 2).contiguous(), None
     rows, _, nq, _ = query.shape
@@ -127,6 +131,11 @@ def attend(
     sinks = None if s_aux is None else s_aux.reshape(-1)
     output = attention(query, key, value, mask, scale=scaling, softcap=softcap, sinks=sinks, engine=engine)
     return output.transpose(1, 2).contiguous(), None
+
+
+@lru_cache
+def _options(scaling: float | None, softcap: float | None, engine: str) -> CallOptions:
+    return CallOptions(scaling, softcap, engine=engine)
 
 
 def _reject_in_cache(module: Any, dropout: float, others: dict[str, Any]) -> None:

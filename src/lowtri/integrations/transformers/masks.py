@@ -103,9 +103,9 @@ def make_mask(
     if forward is not None:
         forward.mask_was_built = True
         pattern = forward.mask
-        packing = (
-            None if forward.crosses and _is_known(mask_function, "bidirectional_mask_function") else forward.packing
-        )
+        packing = forward.packing
+        if packing is not None and forward.crosses and _is_known(mask_function, "bidirectional_mask_function"):
+            packing = None
         if pattern is not None and context is None and forward.cache is None:
             pattern = _from_first_tokens(pattern, attention_mask) if packing is None else packing.within_each(pattern)
             pattern = check_cache(pattern, q0, q_length, k0, kv_length, forward.cache_argument)
@@ -125,11 +125,13 @@ def make_mask(
         forward is None or forward.cache is None
     ):  # which has positions without padding
         mask = join(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
-    materialize = partial(
-        make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask
-    )
-    materialize = partial(materialize, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
     cache = None if forward is None else forward.cache
+    materialize: Any = None
+    if cache is None:  # which has no table
+        materialize = partial(
+            make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask
+        )
+        materialize = partial(materialize, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
     lazy = LazyMask(mask, q0, q_length, k0, kv_length, materialize, context, packed=forward is not None, cache=cache)
     heads = mask.batch[1] if len(mask.batch) > 1 else 1
     kind = TraceableMaskTensor if q_length * kv_length <= _PAIRS_OF_A_PROGRAM else LazyMaskTensor

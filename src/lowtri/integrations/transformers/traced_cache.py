@@ -49,7 +49,10 @@ class TracedForward:
         self.keys = None
 
     def end(self) -> None:
-        self.begin(None, None)
+        self.model = None
+        self.cache = None
+        self.layer = None
+        self.keys = None
 
 
 TRACED = TracedForward()
