@@ -93,7 +93,7 @@ def calls(case: PresetCall) -> tuple[Call, Call, str]:
     """lowtri's call, torch's call, and the engine that runs the first."""
     tensors = Tensors(case)
     q = tensors.q
-    k, v = tensors.next()[1]
+    k, v = tensors.kv
 
     def call(attend: Attend | str) -> Call:
         assert not isinstance(attend, str)

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lowtri.benching import BenchCall, Tensors, read
 from lowtri.errors import DataError
@@ -22,6 +24,19 @@ DOCUMENT = 512
 PLAIN = ("causal", "full")  # torch's function has an argument for them, or needs none
 TABLED = ("window", "documents", "prefix", "sinks")  # torch's function gets a table of bools
 _MOST_CACHES = 2**31  # bytes of rotating caches, at most
+
+
+class RotatingCaches(Tensors):
+    """Several copies of the keys and values, of which each run reads the next."""
+
+    def __init__(self, call: BenchCall, copies: int) -> None:
+        super().__init__(call)
+        caches = [self.cache] + [self.cache.clone() for _ in range(copies - 1)]
+        self.copies = [tuple(cache) for cache in caches]
+        self._turns = itertools.cycle(self.copies)
+
+    def next_kv(self) -> tuple[Any, ...]:
+        return next(self._turns)
 
 
 @dataclass(frozen=True)
@@ -60,13 +75,13 @@ class PresetCall(BenchCall):
         if self.work == "decode":
             needed = math.ceil(4 * last_cache_bytes() / self.cache_bytes)
             copies = max(1, min(needed, _MOST_CACHES // self.cache_bytes))
-        return Tensors(self, copies=copies)
+        return RotatingCaches(self, copies) if copies > 1 else Tensors(self)
 
     def limit(self, tensors: Tensors, threads: int) -> tuple[Callable[[], object], float]:
         """What only reads, where the call decodes; else what only multiplies."""
         if self.work != "decode":
             return super().limit(tensors, threads)
-        return lambda: read(tensors.next()[0].data_ptr(), self.cache_bytes, threads), self.amount
+        return lambda: read(tensors.next_kv()[0].data_ptr(), self.cache_bytes, threads), self.amount
 
 
 def mask_text(label: str, n: int, part: int = 0) -> str:

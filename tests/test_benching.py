@@ -83,12 +83,6 @@ def test_work_is_counted_on_visible_pairs(call: BenchCall) -> None:
     assert call.amount == products * 2 * call.d * visible.sum() * call.heads / 1e9
 
 
-def test_copies_of_keys_and_values_rotate() -> None:
-    tensors = benching.Tensors(SMALL, copies=3)
-    places = [tensors.next()[0].data_ptr() for _ in range(6)]
-    assert len(set(places)) == 3 and places[:3] == places[3:]
-
-
 # Interleaved calls and medians.
 
 

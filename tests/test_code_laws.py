@@ -26,7 +26,6 @@ MANY_PARAMETERS = {
     "src/lowtri/generation/cache.py:KVCache.attend",
     "src/lowtri/generation/generate.py:generate",
     "src/lowtri/pictures/masks.py:draw",
-    "src/lowtri/pictures/masks.py:svg",
     "src/lowtri/parallel/context.py:ContextParallel.attention",
     "src/lowtri/verifying/verify.py:verify",
     # Commands: each parameter is an option.

@@ -90,15 +90,10 @@ def test_what_needs_torch_says_so() -> None:
     done = run(WITHOUT_TORCH, without=("torch", "transformers"))
     names = ["lowtri.nn", "lowtri.verify", "lowtri.plain.MaskedSelfAttention", "lowtri.nn"]
     names += [f"lowtri.integrations.{name}" for name in ("flex", "flash_attn", "torch")]
-    fix = "Fix: pip install torch"
-    said = [f"ExtraError {n} needs torch, which is not installed.\n{fix}\n" for n in names]
-    said.append(
-        "ExtraError lowtri.integrations.transformers needs torch and transformers, which are not installed.\n"
-        "Fix: pip install torch transformers\n"
-    )
-    options = ("redraw=", 'conditions="compiled"')
-    said += [f"ExtraError audit: {option} needs torch, which is not installed.\n{fix}\n" for option in options]
-    assert done.stdout == "".join(said), done.stderr
+    said = [needs(name, "torch") for name in names]
+    said.append(needs("lowtri.integrations.transformers", "torch transformers"))
+    said += [needs(f"audit: {option}", "torch") for option in ("redraw=", 'conditions="compiled"')]
+    assert done.stdout == "".join(f"ExtraError {words}" for words in said), done.stderr
 
 
 def test_the_textbook_formulas_in_numpy_need_no_torch() -> None:
@@ -163,45 +158,34 @@ def test_what_needs_another_package_says_so(monkeypatch: pytest.MonkeyPatch, tmp
         find_model(tmp_path / "m.gguf")
 
 
+def needs(who: str, missing: str) -> str:
+    """That someone needs packages, which are named in their order, and how they are installed."""
+    *first, last = missing.split()
+    named, verb = (f"{', '.join(first)} and {last}", "are") if first else (last, "is")
+    return f"{who} needs {named}, which {verb} not installed.\nFix: pip install {missing}\n"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "absent", "says"),
+    ("arguments", "absent", "who", "missing"),
     [
-        ("mask causal", "typer", "the command lowtri needs typer, which is not installed.\nFix: pip install typer\n"),
-        (
-            "mask causal",
-            "typer rich",
-            "the command lowtri needs typer and rich, which are not installed.\nFix: pip install typer rich\n",
-        ),
-        ("generate model prompt", "torch", "lowtri generate needs torch, which is not installed.\nFix: pip install torch\n"),
-        (
-            "generate model prompt",
-            "typer rich torch transformers",
-            "lowtri generate needs typer, rich, torch and transformers, which are not installed.\n"
-            "Fix: pip install typer rich torch transformers\n",
-        ),
-        ("generate --help", "typer torch", "the command lowtri needs typer, which is not installed.\nFix: pip install typer\n"),
-        ("verify a.py:f", "rich torch", "lowtri verify needs rich and torch, which are not installed.\nFix: pip install rich torch\n"),
-        ("bench", "torch", "lowtri bench needs torch, which is not installed.\nFix: pip install torch\n"),
-        ("lesson", "torch", "lowtri lesson needs torch, which is not installed.\nFix: pip install torch\n"),
-        (
-            "explain a --model=m",
-            "typer torch",
-            "lowtri explain needs typer and torch, which are not installed.\nFix: pip install typer torch\n",
-        ),
-        (
-            "explain a --model=m",
-            "torch transformers",
-            "lowtri.integrations.transformers needs torch and transformers, which are not installed.\n"
-            "Fix: pip install torch transformers\n",
-        ),
-        ("audit folder", "torch", "needs torch, which is not installed.\nFix: pip install torch\n"),
-        ("mask causal", "numpy", "this command needs numpy, which is not installed.\nFix: pip install numpy\n"),
+        ("mask causal", "typer", "the command lowtri", "typer"),
+        ("mask causal", "typer rich", "the command lowtri", "typer rich"),
+        ("generate model prompt", "torch", "lowtri generate", "torch"),
+        ("generate model prompt", "typer rich torch transformers", "lowtri generate", "typer rich torch transformers"),
+        ("generate --help", "typer torch", "the command lowtri", "typer"),
+        ("verify a.py:f", "rich torch", "lowtri verify", "rich torch"),
+        ("bench", "torch", "lowtri bench", "torch"),
+        ("lesson", "torch", "lowtri lesson", "torch"),
+        ("explain a --model=m", "typer torch", "lowtri explain", "typer torch"),
+        ("explain a --model=m", "torch transformers", "lowtri.integrations.transformers", "torch transformers"),
+        ("audit folder", "torch", "", "torch"),
+        ("mask causal", "numpy", "this command", "numpy"),
     ],
-)  # fmt: skip
-def test_the_command_line_says_all_that_is_missing(arguments: str, absent: str, says: str) -> None:
+)
+def test_the_command_line_says_all_that_is_missing(arguments: str, absent: str, who: str, missing: str) -> None:
     program = "from lowtri.__main__ import main\nsys.exit(main())"
     done = run(program, *arguments.split(), without=tuple(absent.split()))
-    assert done.stderr.endswith(says) and done.stderr.startswith("lowtri: ")
+    assert done.stderr.endswith(needs(who, missing)) and done.stderr.startswith("lowtri: ")
     assert done.returncode == 2, done.stderr
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
+
+from processes import printed
 
 FORK = """
 import os, signal, sys, threading, time, warnings
@@ -134,11 +132,7 @@ print(*codes)
 
 
 def run(code: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", FORK + textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.split()
+    return printed("-c", FORK + code).split()
 
 
 def test_a_child_waits_for_no_lock_of_the_prepared_calls() -> None:

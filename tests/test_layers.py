@@ -54,6 +54,7 @@ PACKAGES = [  # the order of reading: a package imports only from those before i
     "__main__",
 ]
 
+PUBLIC_PACKAGES = {"nn", "parallel", "plain"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -244,24 +245,13 @@ def test_the_public_names() -> None:
     calls = "attention attention_backward merge scaled_dot_product_attention which_engine "
     calls += "KVCache generate audit assert_causal Model AuditReport infer_mask InferredMask verify VerifyReport explain show"
     errors = "LowtriError MaskError CallError EngineError ExtraError DataError LeakError VerifyError RankError UndecidedError"
-    expected = {
-        *masks.split(),
-        *biases.split(),
-        *calls.split(),
-        *errors.split(),
-        "nn",
-        "parallel",
-        "plain",
-        "__version__",
-    }
+    expected = {*masks.split(), *biases.split(), *calls.split(), *errors.split(), *PUBLIC_PACKAGES, "__version__"}
     assert set(lowtri.__all__) == expected
     assert set(dir(lowtri)) == expected
     for name in lowtri.__all__:
         assert getattr(lowtri, name) is not None
     assert set(static_imports()) == expected - {"__version__"}, "type checkers see the public names"
-    assert {
-        name: home for name, home in static_imports().items() if name not in ("nn", "parallel", "plain")
-    } == lowtri._HOME
+    assert {name: home for name, home in static_imports().items() if name not in PUBLIC_PACKAGES} == lowtri._HOME
     with pytest.raises(AttributeError, match="module 'lowtri' has no attribute 'atention'"):
         lowtri.atention  # noqa: B018
 
@@ -278,7 +268,7 @@ def static_imports() -> dict[str, str]:
 def test_no_package_has_the_name_of_a_public_function() -> None:
     """Else ``lowtri.audit`` would be the package or the function, depending on earlier imports."""
     packages = {path.name.removesuffix(".py") for path in SOURCE.iterdir()}
-    assert packages & set(lowtri.__all__) == {"nn", "parallel", "plain"}  # these three are the public names
+    assert packages & set(lowtri.__all__) == PUBLIC_PACKAGES
 
 
 def loaded_after(statement: str) -> set[str]:

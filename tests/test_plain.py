@@ -85,12 +85,6 @@ def test_numpy_and_torch_agree(dtype: Any) -> None:
             np.testing.assert_allclose(one, other.numpy(), atol=1e-6)
 
 
-def test_gradients_flow_through_the_torch_forms() -> None:
-    x = torch.randn(3, 2, requires_grad=True)
-    plain.masked_self_attention(x, x, x, plain.create_causal_mask(3))[0].sum().backward()
-    assert x.grad is not None and bool(x.grad.isfinite().all())
-
-
 def test_a_query_that_sees_no_key() -> None:
     q = k = v = np.ones((2, 2))
     with np.errstate(invalid="ignore"):

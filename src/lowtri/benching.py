@@ -253,17 +253,12 @@ class BenchCall:
 
 
 class Tensors:
-    """q, k, v, and the gradient of the output where one is needed.
+    """q, k, v, and the gradient of the output where one is needed; ``call`` gives shapes and dtype."""
 
-    Args:
-        call: gives shapes and dtype.
-        copies: of keys and values, which :meth:`next` rotates.
-    """
-
-    def __init__(self, call: BenchCall, seed: int = 0, copies: int = 1) -> None:
+    def __init__(self, call: BenchCall) -> None:
         import torch
 
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         dtype = torch.bfloat16 if call.dtype == "bf16" else getattr(torch, call.dtype)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -271,17 +266,13 @@ class Tensors:
 
         training = call.work == "training"
         self.q = normal(1, call.heads, call.queries, call.d).requires_grad_(training)  # (1, Hq, Nq, D)
-        first = normal(2, 1, call.kv_heads, call.n, call.d)
-        self.caches = [first] + [first.clone() for _ in range(copies - 1)]  # (2, 1, Hkv, Nk, D) each
-        self.kv = [tuple(x.requires_grad_(training) for x in cache) for cache in self.caches]
+        self.cache = normal(2, 1, call.kv_heads, call.n, call.d)  # keys and values
+        self.kv: tuple[Any, ...] = tuple(x.requires_grad_(training) for x in self.cache)  # (1, Hkv, Nk, D) each
         self.d_output = normal(1, call.heads, call.queries, call.d) if training else None
-        self._turn = 0
 
-    def next(self) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        """The next copy, (2, 1, Hkv, Nk, D), and its keys and values."""
-        turn = self._turn % len(self.caches)
-        self._turn += 1
-        return self.caches[turn], self.kv[turn]
+    def next_kv(self) -> tuple[Any, ...]:
+        """The keys and values of the next run."""
+        return self.kv
 
 
 def ours(call: BenchCall, engine: str = "cpu") -> Attend:
@@ -296,7 +287,7 @@ def run(attend: Attend, tensors: Tensors) -> torch.Tensor:
     """The output (1, Hq, Nq, D); in training the gradients are computed, too."""
     import torch
 
-    _, (k, v) = tensors.next()
+    k, v = tensors.next_kv()
     if tensors.d_output is None:
         with torch.no_grad():
             return attend(tensors.q, k, v)

@@ -59,6 +59,8 @@ def read_model(
     Raises:
         DataError: if there is no such model, or it cannot be read; the message names the fix.
     """
+    from lowtri.nn.folders import read_config
+
     wanted = _as_dtype(dtype)
     folder, gguf = find_model(name)
     config = {} if gguf else read_config(folder)
@@ -81,7 +83,7 @@ def find_model(name: str | Path) -> tuple[Path, str | None]:
         DataError: if there is no such model on this disk.
     """
     path = Path(name)
-    if path.is_dir():
+    if path.is_dir() and str(name):  # an empty name is no folder: Path("") would be the current one
         return path, None
     if not path.exists() and name == SMOLLM2:
         path = _packaged()
@@ -89,8 +91,8 @@ def find_model(name: str | Path) -> tuple[Path, str | None]:
         return _in_hub_cache(str(name)), None
     if not path.is_file():
         raise DataError(
-            f"{name} is not a folder or a GGUF file. Fix: the path of one, org/name of a model in the cache of the Hugging Face "
-            f"hub, or {SMOLLM2}{_suggestion(str(name))}"
+            f"{str(name) or repr(name)} is not a folder or a GGUF file. Fix: the path of one, org/name of a model in the cache "
+            f"of the Hugging Face hub, or {SMOLLM2}{_suggestion(str(name))}"
         )
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
@@ -106,13 +108,6 @@ def is_hub_name(name: str) -> bool:
     (True, False, False, False)
     """
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json."""
-    from lowtri.nn.folders import read_config as read
-
-    return read(folder)
 
 
 def _suggestion(name: str) -> str:

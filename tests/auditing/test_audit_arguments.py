@@ -123,27 +123,6 @@ def test_an_argument_whose_probe_is_left_out_is_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"probes": []}, r"probes=\[\] would look at nothing.\nFix: name a probe"),
-        ({"conditions": ","}, r"conditions=',' would look at nothing.\nFix: name a condition"),
-        (
-            {"conditions": "evil"},
-            r"no condition is called 'evil'; there are eval, code_paths, .*\nFix: conditions='eval'",
-        ),
-        ({"seed": -1}, "seed=-1, expected a whole number of at least 0"),
-        ({"redraw": -1.0}, "redraw=-1.0, expected True, False or a standard deviation above 0"),
-        ({"redraw": float("nan")}, "redraw=nan, expected True, False"),
-        ({"redraw": "much"}, "redraw='much', expected True, False"),
-        ({"probes": 3}, r"probes=3, expected a list of names.\nFix: "),
-    ],
-)
-def test_arguments_that_cannot_be_used(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(CallError, match=words):
-        lowtri.audit(Summing(), IDS, **arguments)
-
-
-@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"step": 3}, "step=3, expected something to call.\nFix: a function"),
@@ -189,15 +168,31 @@ def test_what_is_no_model(model: Any, words: str) -> None:
     ("example", "arguments", "words"),
     [
         ({"x": [[1, 2], [3]]}, {}, r"example\['x'\] is a list, not an array"),
+        ({"size": 3}, {}, "example has no array among"),
+        (7, {}, "example is a int, not an array of token ids or of vectors"),
+        (np.ones((1, 3)), {}, "example has 1 position"),
+        (np.array([3, 3, 3]), {}, "the example repeats one id"),
         (IDS[:0], {}, r"example has no rows, shape \(0, 8\)"),
         (IDS.to("meta"), {}, "example is on the device meta, which stores no values"),
+        (IDS, {"mask": np.ones((4, 4), bool)}, r"mask gives a table of \(1, 4, 4\)"),
+        (IDS, {"layers": 0}, "layers=0, expected a whole number of at least 1"),
         (IDS, {"layers": 1.5}, "layers=1.5, expected a whole number of at least 1"),
         (IDS, {"layers": True}, "layers=True, expected a whole number of at least 1"),
+        (IDS, {"seed": -1}, "seed=-1, expected a whole number of at least 0"),
+        (IDS, {"redraw": -1.0}, "redraw=-1.0, expected True, False or a standard deviation above 0"),
+        (IDS, {"redraw": float("nan")}, "redraw=nan, expected True, False"),
+        (IDS, {"redraw": "much"}, "redraw='much', expected True, False"),
+        (IDS, {"probes": 3}, r"probes=3, expected a list of names.\nFix: "),
+        (IDS, {"probes": []}, r"probes=\[\] would look at nothing.\nFix: name a probe"),
+        (IDS, {"probes": ["hope"]}, "no probe is called 'hope'; there are state, change"),
+        (IDS, {"conditions": ","}, r"conditions=',' would look at nothing.\nFix: name a condition"),
+        (IDS, {"conditions": "evil"}, r"no condition is called 'evil'; there are eval, code_.*\nFix: conditions='eval'"),
     ],
-)
-def test_examples_and_layers_that_cannot_be_used(example: Any, arguments: dict[str, Any], words: str) -> None:
+)  # fmt: skip
+def test_examples_and_arguments_that_cannot_be_used(example: Any, arguments: dict[str, Any], words: str) -> None:
+    model = Summing() if isinstance(example, torch.Tensor) else lambda x: x
     with pytest.raises(CallError, match=words):
-        lowtri.audit(Summing(), example, **arguments)
+        lowtri.audit(model, example, **arguments)
 
 
 def test_an_answer_of_one_shape_whatever_came() -> None:

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from audited_models import tiny, vectors
 from cache_names import cache_name
 from torch import Tensor, nn
 
 import lowtri
 
 B, N, D = 3, 10, 4
-
-
-def vectors(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 IDS = torch.randint(1, 30, (B, N), generator=torch.Generator().manual_seed(0))
@@ -40,17 +37,14 @@ LEFT, INSIDE = RIGHT.flip(1), torch.tensor([[1] * 10, [1, 1, 0, 0, 1, 1, 1, 0, 1
     ],
 )
 def test_an_ordinary_padded_batch_is_clean(name: str, attention: str, mask: Tensor) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
     sizes = {
-        "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32},
+        "GPT2": {"max_position_embeddings": 32},
         "OPT": {"ffn_dim": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 32},
         "Mistral": {"intermediate_size": 32, "num_key_value_heads": 1, "sliding_window": 4},
         "Llama": {"intermediate_size": 32, "num_key_value_heads": 1},
-    }.get(name, {"state_size": 4})
-    shared = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2} if name != "GPT2" else {}
-    config = getattr(transformers, f"{name}Config")(vocab_size=30, pad_token_id=0, **shared, **sizes)
-    model = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config).eval()
+        "Mamba": {"state_size": 4},
+    }
+    model = tiny(name, vocab_size=30, num_hidden_layers=1, **sizes[name])
     if attention:
         model.set_attn_implementation(attention)
     probes = ["change", "gradient", "prefix", "batch", "padding", "cache"]
@@ -63,14 +57,10 @@ def test_an_ordinary_padded_batch_is_clean(name: str, attention: str, mask: Tens
 
 def test_pads_that_are_given_alone_to_a_convolution_accuse_nobody() -> None:
     """`generate` gives pads in the prompt only; LFM2's mixture has convolutions, and does not say that it has a state."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Lfm2MoeConfig(
-        vocab_size=30, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, num_experts=2, num_experts_per_tok=1, num_dense_layers=1, layer_types=["conv", "full_attention"],
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    model = tiny(
+        "Lfm2Moe", vocab_size=30, intermediate_size=16, moe_intermediate_size=8, num_key_value_heads=1, num_experts=2,
+        num_experts_per_tok=1, num_dense_layers=1, layer_types=["conv", "full_attention"], bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    model = transformers.Lfm2MoeForCausalLM(config).eval()
     report = lowtri.audit(model, {"input_ids": IDS, "attention_mask": LEFT}, probes=["cache"], redraw=True)
     assert report.ok and "after a prompt" in report.finding("cache").measured["ways"], report
 
@@ -154,7 +144,8 @@ def test_pads_on_the_side_that_the_example_does_not_use_are_a_warning() -> None:
 
 def test_left_pads_of_a_transformers_model_without_position_ids_are_a_warning() -> None:
     """BART counts positions from the pads and takes no others, so that no call of it is right; GPT-2 is, with position_ids."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.BartConfig(
         vocab_size=30, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32, max_position_embeddings=32,
@@ -381,20 +372,16 @@ def test_vectors_with_time_first_are_asked_back(leaks: bool) -> None:
     x = vectors(24, 2, 16)
     with pytest.raises(lowtri.CallError, match=r"either 24 rows of 2 positions or 2 rows of 24(.|\n)*axes=.NBD"):
         lowtri.audit(model, x, probes=["change"])
-    assert lowtri.audit(lowtri.Model(model, axes="NBD"), x, probes=["change"]).ok == (not leaks)
+    for axes in ("NBD", "NBD->NBD"):
+        assert lowtri.audit(lowtri.Model(model, axes=axes), x, probes=["change"]).ok == (not leaks)
     assert lowtri.audit(lambda x: x.cumsum(1), x, probes=["change"]).ok  # rows are rows: nothing to ask
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mamba"])
 def test_cached_decoding_is_fed_new_tokens_only(name: str) -> None:
     """A cache that is not passed on under the model's own name would let each call see its own tokens alone, or the whole row."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
     sizes = {"intermediate_size": 32, "num_key_value_heads": 1} if name == "Llama" else {"state_size": 4}
-    shared = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**shared, **sizes)
-    ).eval()
+    model = tiny(name, vocab_size=30, num_hidden_layers=1, **sizes)
     calls: list[tuple[int, bool]] = []
 
     def note(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audited_models import vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,10 +19,6 @@ from lowtri.errors import CallError, LeakError
 
 N, D = 7, 4
 NAN = float("nan")
-
-
-def vectors(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 class Model(nn.Module):
@@ -204,9 +201,9 @@ def test_how_long_the_longer_example_is() -> None:
         x = np.random.default_rng(0).standard_normal((n, 2))
         return lowtri.audit(model, x, probes="change", conditions="eval,longer", **arguments).finding("longer")
 
-    assert tried().length == 256
-    assert tried(n=200).length == 400
-    assert tried(length=40).length == 40
+    assert tried().under.length == 256
+    assert tried(n=200).under.length == 400
+    assert tried(length=40).under.length == 40
     assert (tried(length=0).status, tried(length=24).status) == ("skipped", "skipped")
     assert tried(length=2).message == "length=2 is no longer than the example's 24 positions"
     short = lowtri.audit(
@@ -222,8 +219,8 @@ def test_how_long_the_longer_example_is() -> None:
 
         return model
 
-    assert tried(at_most(100)).length == 100  # a table of positions
-    assert tried(at_most(999, 12)).length == 240  # chunks
+    assert tried(at_most(100)).under.length == 100  # a table of positions
+    assert tried(at_most(999, 12)).under.length == 240  # chunks
     none = tried(at_most(24))
     assert none.status == "skipped" and none.message.endswith(
         "takes no longer example: IndexError: position out of range"
@@ -238,7 +235,7 @@ def test_how_long_the_longer_example_is() -> None:
 def test_the_config_bounds_the_longer_example_and_an_accelerator_needs_one() -> None:
     model = Model()
     model.config = type("Config", (), {"max_position_embeddings": 50})()
-    assert lowtri.audit(model, vectors(2, N, D)).finding("longer").length == 50
+    assert lowtri.audit(model, vectors(2, N, D)).finding("longer").under.length == 50
 
 
 def test_settings_go_on_with_a_longer_example() -> None:

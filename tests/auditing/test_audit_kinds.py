@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audited_models import decoder, tiny
 from torch import Tensor, nn
 
 import lowtri
@@ -193,8 +194,7 @@ def test_what_a_step_takes_is_found_out(form: str, prefilled: bool, wrong: bool)
 
 
 def test_both_the_step_and_the_models_own_cache_are_decoded_and_named() -> None:
-    torch.manual_seed(0)
-    model = lowtri.nn.Decoder(lowtri.nn.DecoderConfig(vocab_size=V, hidden_size=16, num_attention_heads=2)).eval()
+    model = decoder(vocab_size=V)
 
     def step(state: Any, ids: Tensor, *, forgets: bool = False) -> tuple[Tensor, Tensor]:
         seen = ids[:, None] if state is None else torch.cat([state[:, forgets:], ids[:, None]], 1)
@@ -385,17 +385,8 @@ def test_packed_rows_with_boundaries_of_their_own(wrong: bool) -> None:
     assert report.measured_mask == "; ".join(rows)
 
 
-def llama() -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
 def test_packed_rows_of_transformers() -> None:
-    model = llama()
+    model = tiny("Llama", intermediate_size=48)
     packed = {"input_ids": IDS, "position_ids": torch.tensor([*range(5), *range(7)]).expand(3, -1).contiguous()}
     mask = "causal & documents(lengths=[5, 7])"
     assert lowtri.infer_mask(model, packed).text == "causal"
@@ -416,13 +407,12 @@ def test_packed_rows_of_transformers() -> None:
 def test_attention_of_lowtri_is_read() -> None:
     from lowtri.integrations.transformers import switch, use
 
-    model = llama()
+    model = tiny("Llama", intermediate_size=48)
     switch(model)
     use(model, "causal & window(4)")
     inferred = lowtri.infer_mask(model, IDS)
     assert inferred.text == "causal & window(4)" and inferred.layers == ("causal & window(4)",) * 2
-    config = lowtri.nn.DecoderConfig(vocab_size=V, hidden_size=16, num_attention_heads=2, mask="causal & window(3)")
-    assert lowtri.infer_mask(lowtri.nn.Decoder(config).eval(), IDS).text == "causal & window(3)"
+    assert lowtri.infer_mask(decoder(vocab_size=V, mask="causal & window(3)"), IDS).text == "causal & window(3)"
 
 
 def test_examples_that_are_no_arrays_of_numbers() -> None:
@@ -452,10 +442,8 @@ def test_the_frames_of_the_users_file_on_request(tmp_path: Any, capsys: pytest.C
     assert f"{file}:2 in make: return 1 / 0" in capsys.readouterr().err
 
 
-def test_a_folder_of_our_decoder_is_asked_for_no_weights(tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    model = lowtri.nn.Decoder(lowtri.nn.DecoderConfig(vocab_size=V, hidden_size=16, num_attention_heads=2)).eval()
-    report = lowtri.audit(model, IDS, conditions="code_paths")
+def test_our_decoder_is_asked_for_no_weights() -> None:
+    report = lowtri.audit(decoder(vocab_size=V), IDS, conditions="code_paths")
     assert report.finding("code_paths").message == "no other code path is known"
 
 
@@ -482,17 +470,11 @@ def test_wide_outputs_are_compared_in_sums() -> None:
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("form", ["table", "array", "formula"])
 def test_a_table_of_chunks_is_decoded_with_the_models_cache(form: str, wrong: bool) -> None:
-    import transformers
-
     n = 12
     place = np.arange(n)
     shown = (place[:, None] >= place) & (place[:, None] // 4 == place // 4)
     masks: dict[str, Any] = {"table": lowtri.table(shown), "array": shown, "formula": "causal & chunks(4)"}
-    config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = tiny("Llama", vocab_size=V, intermediate_size=16, num_hidden_layers=1)
     if not wrong:
         attend = model.model.layers[0].self_attn.forward
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audited_models import vectors
 from torch import Tensor, nn
 
 import lowtri
@@ -17,10 +18,6 @@ from lowtri.cli.main import main
 
 N, D = 8, 4
 IDS = torch.randint(0, 5, (2, N), generator=torch.Generator().manual_seed(0))
-
-
-def vectors(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 class TwoTables(nn.Module):

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audited_models import decoder, tiny, vectors
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 from torch import nn
 
 import lowtri
-
-
-def vectors(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def ids(*shape: int, size: int = 50) -> torch.Tensor:
@@ -248,9 +245,7 @@ def test_padding_in_both_polarities() -> None:
 
 
 def test_our_decoder_and_its_packed_documents() -> None:
-    torch.manual_seed(0)
-    config = lowtri.nn.DecoderConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-    model = lowtri.nn.Decoder(config).eval()
+    model = decoder()
     mask = "causal & documents(lengths=[5, 6])"
     right = lowtri.audit(lowtri.Model(lambda t: model(t, mask=mask), alone=model, vocab_size=50), ids(2, 11), mask=mask)
     assert right.ok and right.finding("packing").status == "clean"
@@ -264,11 +259,7 @@ def test_our_decoder_and_its_packed_documents() -> None:
 
 @pytest.mark.parametrize("text", ["causal", "causal & window(4)", "causal & (window(3) | first(2))"])
 def test_our_cache_past_the_windows_edge(text: str) -> None:
-    torch.manual_seed(0)
-    config = lowtri.nn.DecoderConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mask=text
-    )
-    report = lowtri.audit(lowtri.nn.Decoder(config), ids(2, 14), mask=text, layers=2)
+    report = lowtri.audit(decoder(mask=text), ids(2, 14), mask=text, layers=2)
     assert report.ok, report
     assert report.finding("cache").measured["ways"] == [
         "one at a time",
@@ -305,11 +296,7 @@ def test_a_step_that_forgets() -> None:
 
 
 def test_a_prefix_that_sees_ahead_is_decoded_after_a_prompt_that_holds_it() -> None:
-    torch.manual_seed(0)
-    config = lowtri.nn.DecoderConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mask="causal | first(6)"
-    )
-    model = lowtri.nn.Decoder(config)
+    model = decoder(mask="causal | first(6)")
     report = lowtri.audit(model, ids(2, 16), mask="causal | first(6)", layers=2)
     assert report.ok, report
     assert report.finding("cache").measured["ways"] == ["after a prompt", "after a rejected draft"]
@@ -322,9 +309,7 @@ def test_a_prefix_that_sees_ahead_is_decoded_after_a_prompt_that_holds_it() -> N
 
 
 def test_a_step_in_its_own_precision_is_judged_by_the_position_where_it_forgets() -> None:
-    torch.manual_seed(0)
-    config = lowtri.nn.DecoderConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-    model = lowtri.nn.Decoder(config)
+    model = decoder()
 
     def step(state: Any, x: torch.Tensor, most: int) -> Any:
         state = [*(state or []), x]
@@ -337,20 +322,14 @@ def test_a_step_in_its_own_precision_is_judged_by_the_position_where_it_forgets(
 
 
 def test_a_transformers_model_on_all_its_code_paths() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=6, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.MistralForCausalLM(config).eval()
+    model = tiny("Mistral", intermediate_size=48, num_key_value_heads=1, sliding_window=6)
     before = model.config._attn_implementation
     report = lowtri.audit(model, ids(2, 16, size=60), mask="causal & window(6)", layers=2, redraw=True)
     assert report.ok, report
     assert {"change", "gradient", "prefix", "batch", "padding", "cache"} <= {
         finding.probe for finding in report.findings if finding.status == "clean"
     }
-    paths = [f.words for f in report.findings if f.condition == "code_paths" and f.status == "clean"]
+    paths = [f.under.words for f in report.findings if f.condition == "code_paths" and f.status == "clean"]
     assert list(dict.fromkeys(paths))[:2] == ["with output_attentions=True", "with output_hidden_states=True"]
     assert report.measured_mask == "causal & window(6)"
     assert not any("sliding_window" in note for note in report.notes)
@@ -446,10 +425,9 @@ def test_the_first_module_is_named_with_its_path() -> None:
 
 @pytest.mark.sweep
 def test_a_small_model_of_128_positions_takes_seconds() -> None:
-    torch.manual_seed(0)
-    config = lowtri.nn.DecoderConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = decoder(vocab_size=100, hidden_size=64, num_attention_heads=4)
     started = time.process_time()
-    report = lowtri.audit(lowtri.nn.Decoder(config), ids(2, 128, size=100))
+    report = lowtri.audit(model, ids(2, 128, size=100))
     assert report.ok
     assert report.finding("change").measured["every_pair"]
     assert time.process_time() - started < 20  # CPU seconds of a loaded machine; about 4 on a quiet core

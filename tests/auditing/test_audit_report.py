@@ -64,24 +64,8 @@ def test_json(leaking: lowtri.AuditReport) -> None:
     assert (data["verdict"], data["ok"], data["exit_code"]) == ("leak", False, 1)
     assert data["leaks"][0]["query"] == 0 and data["leaks"][0]["key"] == 1
     assert data["leaks"][0]["message"].startswith("position 0 sees position 1")
-    assert [finding["probe"] for finding in data["findings"]] == [
-        *(
-            "state",
-            "change",
-            "gradient",
-            "prefix",
-            "batch",
-            "padding",
-            "source",
-            "packing",
-            "cache",
-            "",
-            "",
-            "",
-            "poison",
-            "sensitivity",
-        )
-    ]
+    before = ["state", "change", "gradient", "prefix", "batch", "padding", "source", "packing", "cache"]
+    assert [finding["probe"] for finding in data["findings"]] == [*before, "", "", "", "poison", "sensitivity"]
     assert [f["condition"] for f in data["findings"] if not f["probe"]] == ["code_paths", "training", "longer"]
     change = data["findings"][1]
     assert change["measured"]["every_pair"] and change["measured"]["keys"] == 6
@@ -188,6 +172,7 @@ def test_targets(tmp_path: Path) -> None:
         (f"{tmp_path / 'absent.py'}:make", "no such file"),
         (str(tmp_path), "has no config.json. Fix: "),
         (str(tmp_path / "absent"), "absent is not a folder or a GGUF file. Fix: "),
+        ("", "'' is not a folder or a GGUF file. Fix: the path of one"),
     ):
         with pytest.raises(DataError, match=words):
             load_target(text)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from audited_models import vectors
 from torch import nn
 
 import lowtri
 from lowtri.errors import CallError, LeakError, UndecidedError
-
-
-def vectors(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 class Fft(nn.Module):
@@ -84,29 +80,16 @@ def test_a_model_that_does_not_repeat_itself_is_not_judged() -> None:
         report.raise_for_leak()
 
 
-def test_a_model_that_counts_its_calls_is_not_judged() -> None:
-    calls = []
-
-    def counting(x: np.ndarray) -> np.ndarray:
-        calls.append(1)
-        return np.cumsum(x, axis=0) * len(calls)
-
-    assert not lowtri.audit(counting, np.ones((6, 3))).decided
-
-
-@pytest.mark.parametrize("value", [float("nan")])
-def test_nan_is_not_judged(value: float) -> None:
+def test_nan_is_not_judged() -> None:
     def broken(x: np.ndarray) -> np.ndarray:
         out = np.cumsum(x, axis=0)
-        out[3] = value
+        out[3] = np.nan
         return out
 
     report = lowtri.audit(broken, np.ones((6, 3)))
     assert report.verdict == "could not decide"
-    assert (
-        "the output is NaN at 1 of 6 positions already for the example itself (first: row 0, position 3)"
-        in report.message
-    )
+    words = "the output is NaN at 1 of 6 positions already for the example itself (first: row 0, position 3)"
+    assert words in report.message
 
 
 def test_nan_at_a_pad_does_not_matter() -> None:
@@ -202,29 +185,6 @@ def test_assert_causal() -> None:
     assert "✗" in str(caught.value)
     with pytest.raises(AssertionError):
         lowtri.assert_causal(lambda x: x.flip(0), vectors(6, 4))
-
-
-def test_both_a_leak_and_a_doubt_is_a_leak() -> None:
-    report = lowtri.audit(lambda x: x.flip(0), vectors(6, 4))
-    assert report.exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"example": np.ones((1, 3))}, "example has 1 position"),
-        ({"example": {"size": 3}}, "example has no array among"),
-        ({"example": 7}, "example is a int, not an array of token ids or of vectors"),
-        ({"example": np.ones((5, 2)), "mask": np.ones((4, 4), bool)}, r"mask gives a table of \(1, 4, 4\)"),
-        ({"example": np.ones((5, 2)), "layers": 0}, "layers=0, expected a whole number of at least 1"),
-        ({"example": np.ones((5, 2)), "probes": ["hope"]}, "no probe is called 'hope'; there are state, change"),
-        ({"example": np.array([3, 3, 3])}, "the example repeats one id"),
-    ],
-)
-def test_messages(arguments: dict[str, Any], words: str) -> None:
-    example = arguments.pop("example")
-    with pytest.raises(CallError, match=words):
-        lowtri.audit(lambda x: x, example, **arguments)
 
 
 def test_answers_without_positions_are_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audited_models import decoder, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -145,15 +146,20 @@ def test_documents_that_differ_from_row_to_row() -> None:
     [
         ("Mistral", {"sliding_window": 4}, ["causal & window(4)"] * 2, "causal & window(4)"),
         (
-            "Gemma3",
+            "Gemma3Text",
             {"sliding_window": 4, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
             ["causal & window(4)", "causal"] * 2,
             "causal\nlayer 0 of each 2: causal & window(4), else causal",
         ),
         ("Llama", {}, ["causal"] * 2, "causal"),
-        ("Gemma3", {"head_dim": 8, "use_bidirectional_attention": True, "sliding_window": 64}, ["full"] * 2, "full"),
         (
-            "Llama4",
+            "Gemma3Text",
+            {"head_dim": 8, "use_bidirectional_attention": True, "sliding_window": 64},
+            ["full"] * 2,
+            "full",
+        ),
+        (
+            "Llama4Text",
             {"attention_chunk_size": 4, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},
             ["causal & chunks(4)"] * 3 + ["causal"],
             "causal\nlayers 0-2: causal & chunks(4), else causal",
@@ -161,32 +167,18 @@ def test_documents_that_differ_from_row_to_row() -> None:
     ],
 )
 def test_layers_of_transformers(name: str, more: dict[str, Any], layers: list[str], described: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}{'Text' if name in ('Gemma3', 'Llama4') else ''}Config")(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=len(layers), num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, **more,
-    )  # fmt: skip
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    sizes = {"intermediate_size": 48, "num_hidden_layers": len(layers), "num_key_value_heads": 1}
+    model = tiny(name, **sizes, **more)
     ids = torch.randint(2, 60, (2, 14), generator=torch.Generator().manual_seed(0))
     found = lowtri.infer_mask(model, ids, redraw=True)
     assert list(found.layers) == layers and found.message == described
-
-
-def tiny_llama() -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    return transformers.LlamaForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("given_labels", [False, True])
 def test_packed_rows_of_transformers(attention: str, given_labels: bool) -> None:
     """Documents that begin anew at position 0; with a cache transformers reads them as one, and the answer says so."""
-    model, places = tiny_llama(), [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0, 1, 2]
+    model, places = tiny("Llama", intermediate_size=48), [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0, 1, 2]
     model.set_attn_implementation(attention)
     ids = torch.randint(2, 60, (2, 14), generator=torch.Generator().manual_seed(0))
     example = {"input_ids": ids, "position_ids": torch.tensor([places, places]), "use_cache": False}
@@ -197,13 +189,11 @@ def test_packed_rows_of_transformers(attention: str, given_labels: bool) -> None
 
 
 def test_a_prefix_decoder_and_one_that_no_formula_describes() -> None:
-    torch.manual_seed(0)
     prefix = "causal | first(4)"
-    config = lowtri.nn.DecoderConfig(40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mask=prefix)
-    ours = lowtri.nn.Decoder(config).eval()
+    ours = decoder(vocab_size=40, mask=prefix)
     ids = torch.randint(2, 40, (2, 11), generator=torch.Generator().manual_seed(0))
     assert lowtri.infer_mask(ours, ids, redraw=True).text == prefix
-    theirs, table = tiny_llama(), torch.tensor(np.array(lowtri.mask(prefix).dense(11)))
+    theirs, table = tiny("Llama", intermediate_size=48), torch.tensor(np.array(lowtri.mask(prefix).dense(11)))
     example = {"input_ids": ids, "attention_mask": table.expand(2, 1, 11, 11)}
     assert lowtri.infer_mask(theirs, example).layers == (prefix,) * 2
     torn = table.clone()

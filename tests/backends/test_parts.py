@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import EPS, draw
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from attention_cases import EPS, draw, on_threads
 
 import lowtri
 from lowtri.backends.cpu import launch, parts
-from lowtri.backends.cpu.parts import choose_parts, cut, share_busy, table
+from lowtri.backends.cpu.parts import choose_parts, cut, share_busy
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.kernels.abi import KEYS
-from lowtri.masks.plan import Plan, plan, row_of_runs
+from lowtri.masks.plan import Plan, plan
 
 MASKS = (
     "full",
@@ -31,24 +29,6 @@ MASKS = (
 def plan_of(mask: Any, nq: int, nk: int) -> Plan:
     q, k = np.arange(nk - nq, nk)[None], np.arange(nk)[None]
     return plan(lowtri.mask(mask), q, k, tile_k=KEYS)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from([*MASKS[:4], "strided(7)"]), st.integers(1, 900), st.integers(1, 900), st.integers(1, 12))
-def test_parts_cover_every_visible_tile_once(mask: str, nq: int, nk: int, count: int) -> None:
-    of = plan_of(mask, min(nq, nk), nk)
-    found = cut(of, count)
-    assert 1 <= len(found) <= count
-    bounds = sorted((part.first_tile, part.last_tile) for part in found)
-    assert bounds[0][0] == 0 and bounds[-1][1] == -(-nk // KEYS)
-    assert all(one[1] == two[0] for one, two in pairwise(bounds))
-    for (first, last, *_), row in zip(of.runs.tolist(), row_of_runs(of).tolist(), strict=True):
-        for part in found:
-            if first < part.last_tile and last > part.first_tile:
-                assert part.first_row <= row < part.last_row
-    records, numbers = table(found, of, (1, 1, 1), (2, 3, 4))
-    queries = sum(stop - start for start, stop in (part.queries(of.nq) for part in found[1:]))
-    assert numbers == 2 * 3 * 4 * queries and len(records) == len(found)
 
 
 def test_parts_have_about_equal_pairs() -> None:
@@ -87,14 +67,12 @@ def test_gradients_on_many_threads(mask: str, dtype: str) -> None:
     bias = torch.randn(1, 1, 1, 1000, requires_grad=True, dtype=torch.promote_types(q.dtype, torch.float32))
     sinks = torch.zeros(4, requires_grad=True, dtype=bias.dtype)
     leaves, d_output = (q, k, v, bias, sinks), draw(b=1, hq=4, nq=1000, d=24, seed=1, dtype=dtype)[0]
-    results = []
-    try:
-        for threads in (1, 3, 16, 64, 64):
-            torch.set_num_threads(threads)
-            out = lowtri.attention(q, k, v, mask, bias=bias, sinks=sinks, engine="cpu")
-            results.append(torch.autograd.grad(out, leaves, d_output))
-    finally:
-        torch.set_num_threads(1)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out = lowtri.attention(q, k, v, mask, bias=bias, sinks=sinks, engine="cpu")
+        return torch.autograd.grad(out, leaves, d_output)
+
+    results = on_threads((1, 3, 16, 64, 64), gradients)
     for other in results[1:]:
         assert torch.equal(other[1], results[0][1]) and torch.equal(other[2], results[0][2])
         for one, two in zip(results[0], other, strict=True):
@@ -125,16 +103,14 @@ def test_the_memory_of_64_threads_is_at_most_three_times_that_of_one(monkeypatch
     monkeypatch.setattr(launch, "_Memory", counted_memory)
     PREPARED.clear()
     q, k, v = (torch.randn(1, 8, 4096, 64, requires_grad=True) for _ in range(3))
+
+    def bytes_asked(mask: str) -> int:
+        out = lowtri.attention(q, k, v, mask, engine="cpu")
+        launch._pool.clear()
+        asked.clear()
+        torch.autograd.grad(out, (q, k, v), q.detach())
+        return sum(asked)
+
     for mask in ("causal & window(256)", "causal & documents(lengths=[512, 512, 1024, 2048])"):
-        sizes = []
-        for threads in (1, 64):
-            try:
-                torch.set_num_threads(threads)
-                out = lowtri.attention(q, k, v, mask, engine="cpu")
-                launch._pool.clear()
-                asked.clear()
-                torch.autograd.grad(out, (q, k, v), q.detach())
-                sizes.append(sum(asked))
-            finally:
-                torch.set_num_threads(1)
+        sizes = on_threads((1, 64), partial(bytes_asked, mask))
         assert sizes[0] > 24 * 2**20 and sizes[1] <= 3 * sizes[0], (mask, sizes)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from commands import outcome, printed, refused
 from model_files import (
     SIZES,
     decoder_folder,
@@ -27,17 +28,9 @@ from model_files import (
 )
 
 import lowtri
-from lowtri.cli.main import main
 from lowtri.cli.models import _until
 from lowtri.cli.terminal import clean
 from lowtri.integrations.transformers import load_model
-
-
-def says(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> tuple[str, str]:
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == code, capsys.readouterr()
-    out, err = capsys.readouterr()
-    return out, err
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +65,11 @@ def test_both_verbs_read_each_form(
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub_cache(tmp_path, models[form])))
         name = "some-org/a.model_1"
     expected = "".join(lowtri.generate(load_model(models[form]).model, "9 green", 6))
-    out, err = says(capsys, "generate", name, "9 green", "--max-new-tokens", 6)
+    out, err = outcome(capsys, "generate", name, "9 green", "--max-new-tokens", 6)
     assert out == f"9 green{clean(expected)}\n" and "tokens, " in err.splitlines()[-1]
-    assert says(capsys, "generate", name, "9 green", "--max-new-tokens", 6, "--no-cache")[0] == out
+    assert printed(capsys, "generate", name, "9 green", "--max-new-tokens", 6, "--no-cache") == out
     reached = {"window": "causal & window(3) x 2 layers", "decoder": "causal & window(4) x 2 layers"}
-    out = says(capsys, "audit", name, "--length", 12, "--probes", "change")[0]
+    out = printed(capsys, "audit", name, "--length", 12, "--probes", "change")
     out = out.partition("\n")[2]  # behind the measured mask
     assert out.startswith(f"no leak found against {reached.get('window' if form == 'hub' else form, 'causal')}"), out
 
@@ -86,14 +79,14 @@ def test_the_audit_finds_the_leak_of_an_encoder_and_generate_refuses_a_model_tha
 ) -> None:
     sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
     varied(transformers.BertModel(transformers.BertConfig(**sizes))).save_pretrained(tmp_path / "encoder")
-    assert "leak against causal: " in says(capsys, "audit", tmp_path / "encoder", "--probes", "change", code=1)[0]
-    found = says(capsys, "audit", tmp_path / "encoder", "--probes", "change", "--mask", "full")[0]
+    assert "leak against causal: " in outcome(capsys, "audit", tmp_path / "encoder", "--probes", "change", code=1)[0]
+    found = printed(capsys, "audit", tmp_path / "encoder", "--probes", "change", "--mask", "full")
     assert found.startswith("measured mask: full\nno leak found against full: ")
     both = varied(transformers.BertLMHeadModel(transformers.BertConfig(**sizes, is_decoder=False)))
     both.save_pretrained(tmp_path / "both")
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer()).save_pretrained(tmp_path / "both")
-    out, err = says(capsys, "generate", tmp_path / "both", "9 green", code=2)
-    assert out == "" and "BertLMHeadModel sees tokens that are generated later: it cannot write a text.\nFix: " in err
+    err = refused(capsys, "generate", tmp_path / "both", "9 green")
+    assert "BertLMHeadModel sees tokens that are generated later: it cannot write a text.\nFix: " in err
 
 
 @pytest.mark.parametrize("form", ["transformers", "decoder"])
@@ -101,30 +94,30 @@ def test_the_audit_finds_the_leak_of_an_encoder_and_generate_refuses_a_model_tha
 def test_generating_with_a_mask_that_shows_the_future_is_an_error(
     mask: str, form: str, models: dict[str, Any], capsys: Any
 ) -> None:
-    out, err = says(capsys, "generate", models[form], "9", "--mask", mask, code=2)
-    assert out == "" and f"the mask {mask} shows tokens that are generated later" in err
+    err = refused(capsys, "generate", models[form], "9", "--mask", mask)
+    assert f"the mask {mask} shows tokens that are generated later" in err
     assert "Fix: --mask with a causal mask" in err
 
 
 def test_a_folder_whose_own_mask_shows_the_future_is_refused(tmp_path: Path, capsys: Any) -> None:
-    err = says(capsys, "generate", decoder_folder(tmp_path / "full", mask="full"), "9", code=2)[1]
+    err = refused(capsys, "generate", decoder_folder(tmp_path / "full", mask="full"), "9")
     assert "generate: the mask full shows tokens that are generated later: a model cannot write with it" in err
 
 
 @pytest.mark.parametrize("form", ["transformers", "decoder"])
 def test_a_prefix_within_the_prompt_may_be_seen_from_both_sides(form: str, models: dict[str, Any], capsys: Any) -> None:
     """The tokenizer begins with a token of its own."""
-    out = says(capsys, "generate", models[form], "9 gr", "--mask", "causal | first(5)", "--max-new-tokens", 2)[0]
+    out = printed(capsys, "generate", models[form], "9 gr", "--mask", "causal | first(5)", "--max-new-tokens", 2)
     assert out[:4] == "9 gr"
 
 
 @pytest.mark.parametrize("form", ["transformers", "gguf", "decoder"])
 def test_the_mask_of_a_model_is_replaced_by_the_users(form: str, models: dict[str, Any], capsys: Any) -> None:
     arguments = ["generate", models[form], "9 green bottles hanging on", "--max-new-tokens", 12]
-    own, narrow = (says(capsys, *arguments, *more)[0] for more in ([], ["--mask", "window(1)"]))
+    own, narrow = (printed(capsys, *arguments, *more) for more in ([], ["--mask", "window(1)"]))
     assert own != narrow
-    assert says(capsys, *arguments, "--mask", "window(1)", "--no-cache")[0] == narrow
-    assert "causl" in says(capsys, *arguments, "--mask", "causl", code=2)[1]
+    assert printed(capsys, *arguments, "--mask", "window(1)", "--no-cache") == narrow
+    assert "causl" in refused(capsys, *arguments, "--mask", "causl")
 
 
 # Chat templates
@@ -136,7 +129,7 @@ def test_chat_prints_the_answer_to_the_template_alone(form: str, models: dict[st
     model, its_tokenizer, _ = load_model(models[form])
     ids = its_tokenizer.encode(prompt, add_special_tokens=False)
     tokens = list(lowtri.generate(model, ids, 5))
-    out, err = says(capsys, "generate", models[form], " Why? ", "--chat", "--max-new-tokens", 5, "--stats")
+    out, err = outcome(capsys, "generate", models[form], " Why? ", "--chat", "--max-new-tokens", 5, "--stats")
     assert out.rstrip("\n") in clean(its_tokenizer.decode(tokens, skip_special_tokens=True))
     assert f"{len(ids)} tokens" in err.splitlines()[-2]
 
@@ -172,18 +165,18 @@ def test_a_template_runs_in_a_sandbox(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     changed = with_template(models["transformers"], tmp_path / "model", template)
-    out, err = says(capsys, "generate", changed, "9", "--chat", code=2)
-    assert out == "" and words in err and not (tmp_path / "ran").exists()
+    err = refused(capsys, "generate", changed, "9", "--chat")
+    assert words in err and not (tmp_path / "ran").exists()
 
 
 # What generate prints
 
 
 def test_one_token_is_one_token(folder: Path, capsys: Any) -> None:
-    err = says(capsys, "generate", folder, "9", "--max-new-tokens", 1, "--stats")[1]
+    err = outcome(capsys, "generate", folder, "9", "--max-new-tokens", 1, "--stats")[1]
     begun, second = err.splitlines()  # the tokenizer puts its own token in front of the "9"
     assert begun.startswith("prompt       2 tokens, ") and second == "decode        1 token,      0.0 a second"
-    assert says(capsys, "generate", folder, "9", "--max-new-tokens", 1)[1].startswith("1 token, ")
+    assert outcome(capsys, "generate", folder, "9", "--max-new-tokens", 1)[1].startswith("1 token, ")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -199,7 +192,7 @@ def test_generating_onto_a_full_disk_ends_in_a_line(folder: Path) -> None:
 
 def test_generate_draws_the_same_for_the_same_seed(folder: Path, capsys: Any) -> None:
     options = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--json", "--max-new-tokens", 12]
-    drawn = [says(capsys, "generate", folder, "9", *options, "--seed", seed)[0] for seed in (1, 1, 2)]
+    drawn = [printed(capsys, "generate", folder, "9", *options, "--seed", seed) for seed in (1, 1, 2)]
     texts = [json.loads(one)["text"] for one in drawn]
     assert texts[0] == texts[1] != texts[2]
     result = json.loads(drawn[0])
@@ -209,7 +202,7 @@ def test_generate_draws_the_same_for_the_same_seed(folder: Path, capsys: Any) ->
 def test_generate_ends_before_a_stop_text(folder: Path, capsys: Any) -> None:
     whole = "9 green" + "".join(lowtri.generate(load_model(folder).model, "9 green", 20))
     stop = whole[12:15]
-    out, _ = says(capsys, "generate", folder, "9 green", "--max-new-tokens", 20, "--stop", "never", "--stop", stop)
+    out, _ = outcome(capsys, "generate", folder, "9 green", "--max-new-tokens", 20, "--stop", "never", "--stop", stop)
     assert out == clean(whole[: whole.index(stop, 7)]) + "\n"
 
 
@@ -223,15 +216,15 @@ class Stdin:
 def test_a_prompt_comes_from_a_file_or_from_stdin(
     folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = says(capsys, "generate", folder, "9 green", "--max-new-tokens", 5)[0]
+    wanted = printed(capsys, "generate", folder, "9 green", "--max-new-tokens", 5)
     (tmp_path / "prompt.txt").write_bytes(b"9 green\r\n")
     for arguments in (["--prompt-file", tmp_path / "prompt.txt"], ["-"], ["--prompt-file", "-"]):
         monkeypatch.setattr(sys, "stdin", Stdin(b"9 green\n"))
-        assert says(capsys, "generate", folder, *arguments, "--max-new-tokens", 5)[0] == wanted
+        assert printed(capsys, "generate", folder, *arguments, "--max-new-tokens", 5) == wanted
     prompts = {b"two\n\n": "two\n", b" a ": " a "}  # one line break at the end, and nothing else, is left out
     for content, prompt in prompts.items():
         monkeypatch.setattr(sys, "stdin", Stdin(content))
-        assert json.loads(says(capsys, "generate", folder, "-", "--max-new-tokens", 1, "--json")[0])["prompt"] == prompt
+        assert json.loads(printed(capsys, "generate", folder, "-", "--max-new-tokens", 1, "--json"))["prompt"] == prompt
 
 
 def test_a_prompt_that_is_missing_given_twice_or_no_text(
@@ -239,14 +232,12 @@ def test_a_prompt_that_is_missing_given_twice_or_no_text(
 ) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     for arguments in ([], ["9", "--prompt-file", tmp_path / "latin.txt"]):
-        assert "one prompt is expected. Fix: " in says(capsys, "generate", folder, *arguments, code=2)[1]
+        assert "one prompt is expected. Fix: " in refused(capsys, "generate", folder, *arguments)
     words = "the prompt is not UTF-8: "
-    assert words in says(capsys, "generate", folder, "--prompt-file", tmp_path / "latin.txt", code=2)[1]
-    assert "no.txt: No such file" in says(capsys, "generate", folder, "--prompt-file", tmp_path / "no.txt", code=2)[1]
+    assert words in refused(capsys, "generate", folder, "--prompt-file", tmp_path / "latin.txt")
+    assert "no.txt: No such file" in refused(capsys, "generate", folder, "--prompt-file", tmp_path / "no.txt")
     monkeypatch.setattr(sys, "stdin", Stdin(b"\n"))
-    assert (
-        "the prompt in stdin is empty. Fix: at least one character" in says(capsys, "generate", folder, "-", code=2)[1]
-    )
+    assert "the prompt in stdin is empty. Fix: at least one character" in refused(capsys, "generate", folder, "-")
 
 
 @pytest.mark.parametrize(
@@ -312,25 +303,25 @@ def test_generate_rejects_in_a_line(
     shutil.copytree(folder, copied)
     if harm is not None:
         harm(copied)
-    out, err = says(capsys, "generate", copied, *arguments, code=2)
-    assert words in err and out == ""
+    err = refused(capsys, "generate", copied, *arguments)
+    assert words in err
 
 
 def test_a_misspelt_model_is_suggested(models: dict[str, Any], capsys: Any) -> None:
     for verb in (["generate", "{}", "x"], ["audit", "{}"]):
         for name, meant in (("smolm2", "smollm2"), (models["decoder"].parent / "decodr", models["decoder"])):
-            out, err = says(capsys, *(word.format(name) for word in verb), code=2)
-            assert out == "" and err.endswith(f"\nDid you mean {meant}?\n")
-        err = says(capsys, *(word.format("nowhere") for word in verb), code=2)[1]
+            err = refused(capsys, *(word.format(name) for word in verb))
+            assert err.endswith(f"\nDid you mean {meant}?\n")
+        err = refused(capsys, *(word.format("nowhere") for word in verb))
         assert "nowhere is not a folder" in err and "Did you mean" not in err
 
 
 def test_an_empty_prompt_begins_a_text_where_the_tokenizer_can(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    assert says(capsys, "generate", folder, "", "--max-new-tokens", 5)[0].endswith("\n")
+    assert printed(capsys, "generate", folder, "", "--max-new-tokens", 5).endswith("\n")
     shutil.copytree(folder, tmp_path / "bare")
     file = tmp_path / "bare" / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))
-    err = says(capsys, "generate", tmp_path / "bare", "", code=2)[1]
+    err = refused(capsys, "generate", tmp_path / "bare", "")
     assert "the prompt is empty, and " in err and "has no token that begins a text. Fix: at least one character" in err
 
 
@@ -342,7 +333,7 @@ def test_a_tokenizer_that_fails_on_a_text_is_an_error_in_a_line(folder: Path, tm
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="d"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(tmp_path / "words" / "tokenizer.json"))
-    err = says(capsys, "generate", tmp_path / "words", "9 green", code=2)[1]
+    err = refused(capsys, "generate", tmp_path / "words", "9 green")
     assert "cannot read this text: WordLevel error: " in err and "Fix: another text" in err
 
 
@@ -352,7 +343,7 @@ def test_thai_never_ends_in_half_a_character(folder: Path, capsys: Any, monkeypa
     assert len(ids) == 18
     for n in range(1, 19):
         monkeypatch.setattr(lowtri, "generate", lambda *_, n=n, **__: iter(ids[:n]))
-        out, err = says(capsys, "generate", folder, "x", "--max-new-tokens", n)
+        out, err = outcome(capsys, "generate", folder, "x", "--max-new-tokens", n)
         assert out == f"x{'สวัสดี'[: n // 3]}\n" and err.startswith(f"{n} token")
 
 
@@ -364,7 +355,7 @@ def test_logits_that_are_no_numbers_are_an_error_on_a_line_of_its_own(
         model.lm_head.weight.fill_(float("nan"))
     model.save(tmp_path)
     shutil.copy(folder / "tokenizer.json", tmp_path)
-    out, err = says(capsys, "generate", tmp_path, "hello", "--max-new-tokens", 2, code=2)
+    out, err = outcome(capsys, "generate", tmp_path, "hello", "--max-new-tokens", 2, code=2)
     assert out == "hello\n" and "logits hold nan" in err
 
 

@@ -8,19 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from lowtri.cli.main import main
-
-
-def says(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    """stdout of a call that succeeds, stderr of one that does not; the other is empty."""
-    capsys.readouterr()
-    assert main(list(arguments)) == code, capsys.readouterr()
-    out, err = capsys.readouterr()
-    if code:
-        assert out == ""
-        return err
-    return out
+from commands import printed, refused
 
 
 @pytest.fixture
@@ -63,50 +51,52 @@ SILENCED = {
 
 @pytest.mark.parametrize("words", SILENCED)
 def test_an_option_that_another_silences_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert SILENCED[words] in says(capsys, *words.split(), code=2)
+    assert SILENCED[words] in refused(capsys, *words.split())
 
 
 def test_a_mask_is_drawn_as_far_as_its_documents_go(capsys: pytest.CaptureFixture[str]) -> None:
     five = "██···\n██···\n··███\n··███\n··███"
-    assert five in says(capsys, "mask", "documents(lengths=[2,3])")
-    assert five in says(capsys, "mask", "documents(lengths=[2,3])", "--n", "5")
-    assert "██·\n██·\n··█\n" in says(capsys, "mask", "documents(lengths=[2,3])", "--n", "3"), "the beginning of a row"
+    assert five in printed(capsys, "mask", "documents(lengths=[2,3])")
+    assert five in printed(capsys, "mask", "documents(lengths=[2,3])", "--n", "5")
+    assert "██·\n██·\n··█\n" in printed(capsys, "mask", "documents(lengths=[2,3])", "--n", "3"), (
+        "the beginning of a row"
+    )
     words = "add up to 5, but the row has 9 tokens.\nFix: lengths that add up to 9; or open_end=True"
     for text in ("documents(lengths=[2,3])", "causal & documents(lengths=[2,3])", "~documents(lengths=[2,3])"):
         for more in (["--n", "9"], ["--tokens", "a b c d e f g h i"]):
-            assert words in says(capsys, "mask", text, *more, code=2)
-    assert "9 tokens" in says(capsys, "mask", "causal", "--beside", "documents(lengths=[2,3])", "--n", "9", code=2)
-    beside = says(capsys, "mask", "causal", "--beside", "documents(lengths=[2,3])")
+            assert words in refused(capsys, "mask", text, *more)
+    assert "9 tokens" in refused(capsys, "mask", "causal", "--beside", "documents(lengths=[2,3])", "--n", "9")
+    beside = printed(capsys, "mask", "causal", "--beside", "documents(lengths=[2,3])")
     assert "15 of 25 pairs" in beside and "13 of 25 pairs" in beside
-    open_end = says(capsys, "mask", "documents(lengths=[2,3], open_end=True)", "--n", "9")
+    open_end = printed(capsys, "mask", "documents(lengths=[2,3], open_end=True)", "--n", "9")
     assert open_end.count("··███████\n") == 7
 
 
 def test_a_minus_reads_stdin(capsys: pytest.CaptureFixture[str], stdin: object, tmp_path: Path) -> None:
-    expected = says(capsys, "mask", "causal & window(2)", "--n", "5")
+    expected = printed(capsys, "mask", "causal & window(2)", "--n", "5")
     stdin(b"causal & window(2)\n")  # type: ignore[operator]
-    assert says(capsys, "mask", "-", "--n", "5") == expected
-    beside = says(capsys, "mask", "causal", "--beside", "window(2)", "--n", "5")
+    assert printed(capsys, "mask", "-", "--n", "5") == expected
+    beside = printed(capsys, "mask", "causal", "--beside", "window(2)", "--n", "5")
     stdin(b"window(2)\r\n")  # type: ignore[operator]
-    assert says(capsys, "mask", "causal", "--beside", "-", "--n", "5") == beside
-    tokens = says(capsys, "mask", "causal", "--tokens", "die Katze schläft")
+    assert printed(capsys, "mask", "causal", "--beside", "-", "--n", "5") == beside
+    tokens = printed(capsys, "mask", "causal", "--tokens", "die Katze schläft")
     stdin("die Katze schläft".encode())  # type: ignore[operator]
-    assert says(capsys, "mask", "causal", "--tokens", "-") == tokens
-    sentence = json.loads(says(capsys, "explain", "the black cat", "--mask", "window(2)", "--json"))
+    assert printed(capsys, "mask", "causal", "--tokens", "-") == tokens
+    sentence = json.loads(printed(capsys, "explain", "the black cat", "--mask", "window(2)", "--json"))
     stdin(b"the black cat\n")  # type: ignore[operator]
-    assert json.loads(says(capsys, "explain", "-", "--mask", "window(2)", "--json")) == sentence
+    assert json.loads(printed(capsys, "explain", "-", "--mask", "window(2)", "--json")) == sentence
     stdin(b"window(2)\n")  # type: ignore[operator]
-    assert json.loads(says(capsys, "explain", "the black cat", "--mask", "-", "--json")) == sentence
+    assert json.loads(printed(capsys, "explain", "the black cat", "--mask", "-", "--json")) == sentence
     (tmp_path / "scores.txt").write_text("1 2\n3 4\n")
-    scores = says(capsys, "explain", "--scores", str(tmp_path / "scores.txt"))
+    scores = printed(capsys, "explain", "--scores", str(tmp_path / "scores.txt"))
     stdin(b"1 2\n3 4\n")  # type: ignore[operator]
-    assert says(capsys, "explain", "--scores", "-") == scores
+    assert printed(capsys, "explain", "--scores", "-") == scores
 
 
 def test_a_stdin_without_a_text(capsys: pytest.CaptureFixture[str], stdin: object) -> None:
     stdin(b"causal\n")  # type: ignore[operator]
-    err = says(capsys, "mask", "-", "--beside", "-", code=2)
+    err = refused(capsys, "mask", "-", "--beside", "-")
     assert err == "lowtri: the second mask in stdin is empty. Fix: at least one character\n"
     stdin(b"\xff\xfe")  # type: ignore[operator]
-    err = says(capsys, "mask", "-", code=2)
+    err = refused(capsys, "mask", "-")
     assert "the mask is not UTF-8: " in err and "Fix: iconv -f ENCODING -t utf-8" in err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,240 +18,152 @@ X = np.ones((2, 4, 5, 8), np.float32)
 T = torch.ones(2, 4, 5, 8)
 KV = np.ones((2, 2, 5, 8), np.float32)
 
-# name -> (arguments, options, the words)
-REFUSED = {
+
+def of(x: Any, **changes: Any) -> dict[str, Any]:
+    """The arguments of a call of one array, but for what is changed."""
+    return {"q": x, "k": x, "v": x, **changes}
+
+
+# Arguments and the words.
+REFUSED = [
     # q, k, v
-    "a list": (
-        (X.tolist(), X, X),
-        {},
-        r"q is list, but it takes NumPy arrays or torch tensors\. Fix: np\.asarray\(q\)",
-    ),
-    "whole numbers": (
-        (X.astype(int), X, X),
-        {},
-        r"q is int64, but attention takes float16, bfloat16, float32, float64\. Fix: q\.astype",
-    ),
-    "a foreign type": (
-        (*[np.zeros((5, 8), ml_dtypes.bfloat16)] * 3,),
-        {},
+    (of(X, q=X.tolist()), r"q is list, but it takes NumPy arrays or torch tensors\. Fix: np\.asarray\(q\)"),
+    (of(X, q=X.astype(int)), r"q is int64, but attention takes float16, bfloat16, float32, float64\. Fix: q\.astype"),
+    (
+        of(np.zeros((5, 8), ml_dtypes.bfloat16)),
         r"q is bfloat16 in NumPy.*\. Fix: a torch tensor, or q\.astype\(np\.float32\)",
     ),
-    "complex numbers": ((X.astype(complex), X, X), {}, "q is complex128, but attention takes"),
-    "bools": ((T.bool(), T, T), {}, "q is bool, but attention takes"),
-    "one dimension": ((X[0, 0, 0], X, X), {}, r"q is \(8,\), but it is \(N, D\), \(H, N, D\) or \(\.\.\., H, N, D\)"),
-    "no dimension": ((np.ones((), np.float32), X, X), {}, r"q is \(\), but it is \(N, D\)"),
-    "k of another library": ((X, T, X), {}, "q is a NumPy array and k is a torch tensor. Fix: pass all of one kind"),
-    "v of another library": ((T, T, X), {}, "q is a torch tensor and v is a NumPy array. Fix: pass all of one kind"),
-    "v a list": ((X, X, X.tolist()), {}, "q is a NumPy array and v is list. Fix: pass all of one kind"),
-    "k of another dtype": (
-        (X, X.astype(np.float64), X),
-        {},
-        r"q is float32 and k is float64\. Fix: cast them to one dtype",
-    ),
-    "v of another dtype": ((T, T, T.bfloat16()), {}, r"q is float32 and v is bfloat16\. Fix: cast them to one dtype"),
-    "k of another rank": ((X, X[0], X), {}, r"q has 4 dimensions, \(2, 4, 5, 8\), and k has 3, \(4, 5, 8\)"),
-    "v of another rank": ((X, X, X[0]), {}, r"q has 4 dimensions, \(2, 4, 5, 8\), and v has 3, \(4, 5, 8\)"),
-    "head sizes": (
-        (X, X[..., :4], X),
-        {},
-        r"q and k differ in head size D, or it is 0: q \(2, 4, 5, 8\), k \(2, 4, 5, 4\)",
-    ),
-    "head size 0": ((X[..., :0], X[..., :0], X), {}, "q and k differ in head size D, or it is 0"),
-    "key and value lengths": ((X, X, X[:, :, :3]), {}, r"k and v differ in length Nk: .*v \(2, 4, 3, 8\)"),
-    "heads in no groups": (
-        (X[:, :3], KV, KV),
-        {},
-        r"serves a whole number of query heads\.\nFix: the heads stand third from the end",
-    ),
-    "more key heads than query heads": ((KV, X, X), {}, "each key/value head serves a whole number of query heads"),
-    "k is None": ((X, None, X), {}, "q is a NumPy array and k is NoneType. Fix: pass all of one kind"),
-    "key and value heads": ((X, KV, X), {}, "each key/value head serves a whole number of query heads"),
-    "no key heads": ((X, X[:, :0], X[:, :0]), {}, "each key/value head serves a whole number of query heads"),
-    "no query heads": ((X[:, :0], X, X), {}, "each key/value head serves a whole number of query heads"),
-    "batches": (
-        (X, X[:1], X[:1]),
-        {},
-        r"the batch dimensions differ: q \(2, 4, 5, 8\), k \(1, 4, 5, 8\).*Fix: expand them",
-    ),
-    "fronts": ((X[None], X[:, None], X[:, None]), {}, "the batch dimensions differ"),
-    "another device": ((T, T.to("meta"), T), {}, r"q is on cpu and k on meta\. Fix: k\.to\(q\.device\)"),
+    (of(X, q=X.astype(complex)), "q is complex128, but attention takes"),
+    (of(T, q=T.bool()), "q is bool, but attention takes"),
+    (of(X, q=X[0, 0, 0]), r"q is \(8,\), but it is \(N, D\), \(H, N, D\) or \(\.\.\., H, N, D\)"),
+    (of(X, q=np.ones((), np.float32)), r"q is \(\), but it is \(N, D\)"),
+    (of(X, k=T), "q is a NumPy array and k is a torch tensor. Fix: pass all of one kind"),
+    (of(T, v=X), "q is a torch tensor and v is a NumPy array. Fix: pass all of one kind"),
+    (of(X, v=X.tolist()), "q is a NumPy array and v is list. Fix: pass all of one kind"),
+    (of(X, k=X.astype(np.float64)), r"q is float32 and k is float64\. Fix: cast them to one dtype"),
+    (of(T, v=T.bfloat16()), r"q is float32 and v is bfloat16\. Fix: cast them to one dtype"),
+    (of(X, k=X[0]), r"q has 4 dimensions, \(2, 4, 5, 8\), and k has 3, \(4, 5, 8\)"),
+    (of(X, v=X[0]), r"q has 4 dimensions, \(2, 4, 5, 8\), and v has 3, \(4, 5, 8\)"),
+    (of(X, k=X[..., :4]), r"q and k differ in head size D, or it is 0: q \(2, 4, 5, 8\), k \(2, 4, 5, 4\)"),
+    (of(X[..., :0], v=X), "q and k differ in head size D, or it is 0"),
+    (of(X, v=X[:, :, :3]), r"k and v differ in length Nk: .*v \(2, 4, 3, 8\)"),
+    (of(KV, q=X[:, :3]), r"serves a whole number of query heads\.\nFix: the heads stand third from the end"),
+    (of(X, q=KV), "each key/value head serves a whole number of query heads"),
+    (of(X, k=None), "q is a NumPy array and k is NoneType. Fix: pass all of one kind"),
+    (of(X, k=KV), "each key/value head serves a whole number of query heads"),
+    (of(X[:, :0], q=X), "each key/value head serves a whole number of query heads"),
+    (of(X, q=X[:, :0]), "each key/value head serves a whole number of query heads"),
+    (of(X[:1], q=X), r"the batch dimensions differ: q \(2, 4, 5, 8\), k \(1, 4, 5, 8\).*Fix: expand them"),
+    (of(X[:, None], q=X[None]), "the batch dimensions differ"),
+    (of(T, k=T.to("meta")), r"q is on cpu and k on meta\. Fix: k\.to\(q\.device\)"),
     # bias
-    "boolean bias": (
-        (X, X, X),
-        {"bias": np.ones((5, 5), bool)},
+    (
+        of(X, bias=np.ones((5, 5), bool)),
         r"bias is bool, but numbers are added to the scores\. "
         r"Fix: a table of bools is a mask: lowtri\.table\(m\) or lowtri\.hidden\(m\)",
     ),
-    "bias of whole numbers": (
-        (X, X, X),
-        {"bias": np.ones((5, 5), int)},
-        r"bias is int64, but numbers are added to the scores\.$",
-    ),
-    "bias a list": ((X, X, X), {"bias": [[0.0]]}, "q is a NumPy array and bias is list. Fix: pass all of one kind"),
-    "bias of another library": ((T, T, T), {"bias": np.ones((5, 5))}, "q is a torch tensor and bias is a NumPy array"),
-    "bias on another device": (
-        (T, T, T),
-        {"bias": torch.ones(5, device="meta")},
-        r"q is on cpu and bias on meta\. Fix: bias\.to",
-    ),
-    "bias turned": (
-        (X, X, X),
-        {"bias": np.ones((5, 4))},
+    (of(X, bias=np.ones((5, 5), int)), r"bias is int64, but numbers are added to the scores\.$"),
+    (of(X, bias=[[0.0]]), "q is a NumPy array and bias is list. Fix: pass all of one kind"),
+    (of(T, bias=np.ones((5, 5))), "q is a torch tensor and bias is a NumPy array"),
+    (of(T, bias=torch.ones(5, device="meta")), r"q is on cpu and bias on meta\. Fix: bias\.to"),
+    (
+        of(X, bias=np.ones((5, 4))),
         r"bias is \(5, 4\), which does not broadcast against \(B, Hq, Nq, Nk\) = \(2, 4, 5, 5\)",
     ),
-    "bias turned, more queries than keys": (
-        (X, X[:, :, :3], X[:, :, :3]),
-        {"bias": np.ones((5, 4))},
+    (
+        of(X[:, :, :3], q=X, bias=np.ones((5, 4))),
         r"bias is \(5, 4\), which does not broadcast against \(B, Hq, Nq, Nk\) = \(2, 4, 5, 3\)",
     ),
-    "bias by heads first": (
-        (X, X, X),
-        {"bias": np.ones((4, 2, 5, 5))},
-        r"bias is \(4, 2, 5, 5\), which does not broadcast",
-    ),
-    "bias of five dimensions": (
-        (X, X, X),
-        {"bias": np.ones((1, 2, 4, 5, 5))},
-        r"bias is \(1, 2, 4, 5, 5\), which does not broadcast",
-    ),
-    "bias of another front": (
-        (X[None],) * 3,
-        {"bias": np.ones((3, 2, 4, 5, 5))},
-        r"bias is \(3, 2, 4, 5, 5\), which does not",
-    ),
+    (of(X, bias=np.ones((4, 2, 5, 5))), r"bias is \(4, 2, 5, 5\), which does not broadcast"),
+    (of(X, bias=np.ones((1, 2, 4, 5, 5))), r"bias is \(1, 2, 4, 5, 5\), which does not broadcast"),
+    (of(X[None], bias=np.ones((3, 2, 4, 5, 5))), r"bias is \(3, 2, 4, 5, 5\), which does not"),
     # sinks
-    "too few sinks": (
-        (X, X, X),
-        {"sinks": np.ones(3)},
-        r"sinks is float64 \(3,\), but it holds one logit for each query head: floats, \(4,\)",
-    ),
-    "sinks of key heads": ((X, KV, KV), {"sinks": np.ones(2)}, r"sinks is float64 \(2,\).*\(4,\)"),
-    "sinks of two dimensions": (
-        (X, X, X),
-        {"sinks": np.ones((1, 4))},
-        r"sinks is float64 \(1, 4\), but it holds one logit",
-    ),
-    "sinks of whole numbers": ((X, X, X), {"sinks": np.ones(4, int)}, r"sinks is int64 \(4,\), but it holds one logit"),
-    "sinks a list": ((X, X, X), {"sinks": [0.0] * 4}, "q is a NumPy array and sinks is list"),
+    (of(X, sinks=np.ones(3)), r"sinks is float64 \(3,\), but it holds one logit for each query head: floats, \(4,\)"),
+    (of(KV, q=X, sinks=np.ones(2)), r"sinks is float64 \(2,\).*\(4,\)"),
+    (of(X, sinks=np.ones((1, 4))), r"sinks is float64 \(1, 4\), but it holds one logit"),
+    (of(X, sinks=np.ones(4, int)), r"sinks is int64 \(4,\), but it holds one logit"),
+    (of(X, sinks=[0.0] * 4), "q is a NumPy array and sinks is list"),
     # numbers
-    "scale of nan": ((X, X, X), {"scale": float("nan")}, "scale is nan, but scores are multiplied by a finite number"),
-    "scale of inf": ((X, X, X), {"scale": float("inf")}, "scale is inf, but scores are multiplied by a finite number"),
-    "scale with a gradient": (
-        (T, T, T),
-        {"scale": torch.ones((), requires_grad=True)},
+    (of(X, scale=float("nan")), "scale is nan, but scores are multiplied by a finite number"),
+    (of(X, scale=float("inf")), "scale is inf, but scores are multiplied by a finite number"),
+    (
+        of(T, scale=torch.ones((), requires_grad=True)),
         r"scale is a torch tensor, but it takes one plain number\. Fix: float\(scale\)",
     ),
-    "scale of text": ((X, X, X), {"scale": "auto"}, "scale is str, but it takes one plain number"),
-    "softcap of zero": (
-        (X, X, X),
-        {"softcap": 0},
-        r"softcap is 0, but scores are capped at a positive number\. Fix: softcap=None for no cap",
-    ),
-    "softcap below zero": ((X, X, X), {"softcap": -1.0}, "softcap is -1.0, but scores are capped at a positive number"),
-    "softcap of inf": ((X, X, X), {"softcap": float("inf")}, "softcap is inf, but scores are capped"),
-    "softcap of nan": ((X, X, X), {"softcap": float("nan")}, "softcap is nan, but scores are capped"),
-    "scale beyond float32": (
-        (X, X, X),
-        {"scale": 1e39},
+    (of(X, scale="auto"), "scale is str, but it takes one plain number"),
+    (of(X, softcap=0), r"softcap is 0, but scores are capped at a positive number\. Fix: softcap=None for no cap"),
+    (of(X, softcap=-1.0), "softcap is -1.0, but scores are capped at a positive number"),
+    (of(X, softcap=float("inf")), "softcap is inf, but scores are capped"),
+    (of(X, softcap=float("nan")), "softcap is nan, but scores are capped"),
+    (
+        of(X, scale=1e39),
         r"scale is 1e\+39, but scores of float32 times more than 7.92282e\+28 overflow\. "
         "Fix: a smaller scale, or q, k and v in float64",
     ),
-    "softcap a tensor": (
-        (T, T, T),
-        {"softcap": torch.ones(())},
-        "softcap is a torch tensor, but it takes one plain number",
-    ),
-    "dropout above 1": ((T, T, T), {"dropout": 1.5}, r"dropout is 1\.5, but it is a probability, 0 \.\. 1"),
-    "dropout below 0": ((T, T, T), {"dropout": -0.1}, r"dropout is -0\.1, but it is a probability"),
-    "dropout of nan": ((T, T, T), {"dropout": float("nan")}, "dropout is nan, but it is a probability"),
-    "dropout of None": ((T, T, T), {"dropout": None}, r"dropout is NoneType, but it takes one plain number"),
+    (of(T, softcap=torch.ones(())), "softcap is a torch tensor, but it takes one plain number"),
+    (of(T, dropout=1.5), r"dropout is 1\.5, but it is a probability, 0 \.\. 1"),
+    (of(T, dropout=-0.1), r"dropout is -0\.1, but it is a probability"),
+    (of(T, dropout=float("nan")), "dropout is nan, but it is a probability"),
+    (of(T, dropout=None), r"dropout is NoneType, but it takes one plain number"),
     # positions
-    "positions of another length": (
-        (X, X, X),
-        {"q_positions": [0, 1]},
+    (
+        of(X, q_positions=[0, 1]),
         r"q_positions is int64 \(2,\), but it holds whole numbers, \(5,\) or \(2, 5\): "
         r"the position of each token in the sequence, -1 for padding",
     ),
-    "positions of another batch": (
-        (X, X, X),
-        {"k_positions": np.zeros((3, 5), int)},
-        r"k_positions is int64 \(3, 5\), but it holds whole numbers",
-    ),
-    "positions of floats": (
-        (X, X, X),
-        {"k_positions": np.arange(5.0)},
-        r"k_positions is float64 \(5,\), but it holds whole numbers",
-    ),
-    "positions of bools": (
-        (X, X, X),
-        {"k_positions": np.ones(5, bool)},
-        r"k_positions is bool \(5,\), but it holds whole numbers",
-    ),
-    "ragged positions": (
-        (X, X, X),
-        {"q_positions": [[0, 1], [0]]},
-        "q_positions is not an array, but it holds whole numbers",
-    ),
-    "one position": ((X, X, X), {"q_positions": 3}, r"q_positions is int64 \(\), but it holds whole numbers"),
-}
+    (of(X, k_positions=np.zeros((3, 5), int)), r"k_positions is int64 \(3, 5\), but it holds whole numbers"),
+    (of(X, k_positions=np.arange(5.0)), r"k_positions is float64 \(5,\), but it holds whole numbers"),
+    (of(X, k_positions=np.ones(5, bool)), r"k_positions is bool \(5,\), but it holds whole numbers"),
+    (of(X, q_positions=[[0, 1], [0]]), "q_positions is not an array, but it holds whole numbers"),
+    (of(X, q_positions=3), r"q_positions is int64 \(\), but it holds whole numbers"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_arguments_that_do_not_fit(case):
-    arguments, options, words = REFUSED[case]
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
+def test_arguments_that_do_not_fit(arguments, words):
     with pytest.raises(CallError, match=f"^attention: .*{words}") as caught:
-        attention(*arguments, "full", **options)
+        attention(**arguments, mask="full")
     assert isinstance(caught.value, ValueError) and len(str(caught.value).splitlines()) <= 3
     with pytest.raises(CallError):  # asking which engine would run checks as running does
-        lowtri.which_engine(*arguments, "full", **options)
+        lowtri.which_engine(**arguments, mask="full")
 
 
-MASKS_REFUSED = {
-    "none": (None, r"mask: got None; expected a mask\. Fix: lowtri\.full\(\)"),
-    "a tensor of bools": (
+MASKS_REFUSED = [
+    (None, r"mask: got None; expected a mask\. Fix: lowtri\.full\(\)"),
+    (
         torch.ones(5, 5).bool(),
         r"mask: got a bare Tensor\. True hides in many notebooks and in nn\.MultiheadAttention, and shows in SDPA:"
         r"\nwrite lowtri\.table\(m\) if True = may see, lowtri\.hidden\(m\) if True = hidden",
     ),
-    "a function": (lambda q, k: k <= q, r"mask: got a bare function\. Fix: lowtri\.where\(f\)"),
-    "an array of bools": (np.ones((5, 5), bool), r"mask: got a bare ndarray\. True hides in many notebooks"),
-    "an array of whole numbers": (np.ones((5, 5), int), r"mask: got a bare ndarray\. True hides in many notebooks"),
-    "a tensor of floats": (
-        torch.zeros(5, 5),
-        r"mask: got a bare Tensor of floats\. Fix: numbers to add to the scores belong in bias=",
-    ),
-    "an array of floats": (
-        np.zeros((5, 5)),
-        r"mask: got a bare ndarray of floats\. Fix: numbers to add to the scores belong in bias=",
-    ),
-    "floats of 0 and 1": (
+    (lambda q, k: k <= q, r"mask: got a bare function\. Fix: lowtri\.where\(f\)"),
+    (np.ones((5, 5), bool), r"mask: got a bare ndarray\. True hides in many notebooks"),
+    (np.ones((5, 5), int), r"mask: got a bare ndarray\. True hides in many notebooks"),
+    (torch.zeros(5, 5), r"mask: got a bare Tensor of floats\. Fix: numbers to add to the scores belong in bias="),
+    (np.zeros((5, 5)), r"mask: got a bare ndarray of floats\. Fix: numbers to add to the scores belong in bias="),
+    (
         torch.tril(torch.ones(5, 5)),
         r"got a bare Tensor of zeros and ones\. Added to scores these would hide nothing\.\n"
         r"Fix: lowtri\.table\(m != 0\) if 1 = may see, lowtri\.hidden\(m != 0\) if 1 = hidden\.$",
     ),
-    "bfloat16 of 0 and 1": (torch.eye(5).bfloat16(), r"of zeros and ones\..*\n.*lowtri\.table\(m != 0\)"),
-    "floats of 0 and -inf": (
+    (torch.eye(5).bfloat16(), r"of zeros and ones\..*\n.*lowtri\.table\(m != 0\)"),
+    (
         np.triu(np.full((5, 5), -np.inf), 1),
         r"got a bare ndarray of 0 and -inf, which hides where it is added to scores\.\n"
         r'Fix: lowtri\.table\(m == 0\) as the mask, or bias=m with the mask "full"\.$',
     ),
-    "floats of 0 and -1e9": (np.triu(np.full((5, 5), -1e9), 1), r"of 0 and -1e\+09,.*\n.*lowtri\.table\(m == 0\)"),
-    "other floats": (np.tri(5) - 0.5, "of floats. Fix: numbers to add to the scores belong in bias="),
-    "whole numbers of 0 and 1": (np.tri(5, dtype=int), r"write lowtri\.table\(m != 0\) if True = may see"),
-    "a tensor of bfloat16": (torch.zeros(5, 5).bfloat16(), r"mask: got a bare Tensor of floats"),
-    "a list": ([[True]], r"mask: got a bare list\. True hides"),
-    "a number": (4, r"mask: got 4; expected a mask or its text\. Fix: for a window of 4 keys 'window\(4\)'"),
-    "True": (True, r"mask: got a bare bool\. True hides"),
-    "text that is none": (
-        "causl",
-        "mask: there is no mask 'causl'. Did you mean causal[?] There are: full, causal, window",
-    ),
-}
+    (np.triu(np.full((5, 5), -1e9), 1), r"of 0 and -1e\+09,.*\n.*lowtri\.table\(m == 0\)"),
+    (np.tri(5) - 0.5, "of floats. Fix: numbers to add to the scores belong in bias="),
+    (np.tri(5, dtype=int), r"write lowtri\.table\(m != 0\) if True = may see"),
+    (torch.zeros(5, 5).bfloat16(), r"mask: got a bare Tensor of floats"),
+    ([[True]], r"mask: got a bare list\. True hides"),
+    (4, r"mask: got 4; expected a mask or its text\. Fix: for a window of 4 keys 'window\(4\)'"),
+    (True, r"mask: got a bare bool\. True hides"),
+    ("causl", "mask: there is no mask 'causl'. Did you mean causal[?] There are: full, causal, window"),
+]
 
 
-@pytest.mark.parametrize("case", MASKS_REFUSED)
-def test_masks_that_are_none(case):
-    mask, words = MASKS_REFUSED[case]
+@pytest.mark.parametrize(("mask", "words"), MASKS_REFUSED, ids=[words[:40] for _, words in MASKS_REFUSED])
+def test_masks_that_are_none(mask, words):
     with pytest.raises(MaskError, match=words):
         attention(X, X, X, mask)
     with pytest.raises(MaskError, match=words):

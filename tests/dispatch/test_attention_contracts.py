@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowtri
-from lowtri import CallError, EngineError, attention, causal, documents, first, full, heads, keys, table, window
+from lowtri import CallError, attention, causal, documents, first, full, heads, keys, table, window
 from lowtri.backends import BACKENDS
 
 NAN, INF = float("nan"), float("inf")
@@ -32,12 +32,6 @@ MASKS = {
     "by row and head": heads([causal() & keys(lengths=[9, 5]), window(2), full() & keys(lengths=[0, 3]), full()]),
     "table": table(np.random.default_rng(0).random((2, 4, 9, 9)) < 0.4),
 }
-
-
-def test_every_engine_is_under_test():
-    q, k, v = draw()
-    assert set(able(q, k, v, "causal")) == set(ENGINES)
-    assert {"reference", "formula", "sdpa"} <= set(ENGINES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,16 +57,6 @@ def test_true_means_may_see(name, dtype):
         assert not weights[torch.from_numpy(exact[1]) == 0].any(), engine  # exactly 0 where hidden
 
 
-def test_what_is_returned_and_in_which_order():
-    x = np.eye(3)
-    for engine in able(x, x, x, "causal", return_weights=True, return_lse=True):
-        out, weights, lse = attention(x, x, x, "causal", return_weights=True, return_lse=True, engine=engine)
-        assert (out.shape, weights.shape, lse.shape) == ((3, 3), (3, 3), (3,))
-        assert isinstance(attention(x, x, x, "causal", engine=engine), np.ndarray)
-        assert np.allclose(attention(x, x, x, "causal", return_weights=True, engine=engine)[1], weights)
-        assert np.allclose(attention(x, x, x, "causal", return_lse=True, engine=engine)[1], lse)
-
-
 # A query that sees nothing.
 
 NOTHING = {  # name -> (mask, options): the rows 0 and 4 of five see nothing
@@ -94,9 +78,7 @@ def test_a_query_that_sees_nothing(name, dtype):
     for engine in able(*leaves, mask, **options):
         out, (d_q, d_k, d_v, *_) = with_gradients(engine, (q, k, v), mask, **options)
         assert not out[:, :, rows].any() and out[:, :, 1:4].all(), engine
-        assert not d_q[:, :, rows].any() and d_q.isfinite().all() and d_k.isfinite().all() and d_v.isfinite().all(), (
-            engine
-        )
+        assert not d_q[:, :, rows].any() and all(d.isfinite().all() for d in (d_q, d_k, d_v)), engine
         only = torch.zeros_like(out)
         only[:, :, rows] = 1  # whatever is asked of the empty rows moves nothing
         for moved in with_gradients(engine, (q, k, v), mask, only, **options)[1]:
@@ -138,15 +120,11 @@ def test_hidden_from_everyone_leaves_no_trace(value, dtype):
     """Pads by keys(), by positions of -1, and keys beyond every window: the same bits as with zeros there."""
     pads = [[False, True, True, True, True, False], [True, True, False, True, True, True]]
     places = np.array([[-1, 0, 1, 2, 3, -1], [0, 1, -1, 2, 3, 4]])
+    late = {"q_positions": np.arange(9, 15)[None], "k_positions": np.arange(3, 9)}
     cases = [
         (full() & keys(pads), {}, np.array(pads), None),
         (causal(), {"q_positions": places, "k_positions": places}, places >= 0, places >= 0),
-        (
-            window(2),
-            {"q_positions": np.arange(9, 15)[None], "k_positions": np.arange(3, 9)},
-            np.arange(6)[None] > 4,
-            None,
-        ),
+        (window(2), late, np.arange(6)[None] > 4, None),
     ]
     for mask, options, real_k, real_q in cases:
         q, k, v = draw(nq=6, nk=6, dtype=dtype)
@@ -233,17 +211,6 @@ def test_auto_spreads_and_swallows_nothing(data, text):
         assert torch.equal(e.isfinite(), f.isfinite())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [64, 1024])
-def test_a_hidden_nan_at_any_size(n, dtype):
-    """The last value is NaN: the last query alone sees it."""
-    q, k, v = draw(b=1, hq=4, hkv=4, nq=n, nk=n, d=64, dv=64, dtype=dtype)
-    assert attention(q, k, v, "causal").isfinite().all()
-    v[:, :, -1] = NAN
-    out = attention(q, k, v, "causal")
-    assert out[:, :, :-1].isfinite().all() and out[:, :, -1].isnan().all()
-
-
 def test_a_gradient_that_is_not_finite_stays_with_its_query():
     """NaN in the gradient of one query's output reaches the keys which that query sees; by auto in small calls, too."""
     inputs, d_out = draw(nq=9, nk=9), torch.ones(2, 4, 9, 5)
@@ -283,13 +250,11 @@ def test_queries_stand_where_the_last_keys_stand():
     for places in ([20, 21, 22, 23, 24], [-1, -1, 0, 1, 2], [[-1, 0, 1, 2, 3], [0, 1, 2, 3, 4]]):
         for engine in able(q, k, v, "causal", k_positions=places):
             out = attention(q, k, v, "causal", k_positions=places, engine=engine)
-            said = attention(
-                q, k, v, "causal", k_positions=places, q_positions=np.array(places)[..., 2:], engine=engine
-            )
+            given = {"k_positions": places, "q_positions": np.array(places)[..., 2:]}
+            said = attention(q, k, v, "causal", engine=engine, **given)
             assert torch.equal(out, said) and out.all(), (engine, places)
-    padded = attention(
-        q, k, v, "full", k_positions=[0, 1, 2, -1, -1]
-    )  # other people's keys: who asks is there all the same
+    # Other people's keys: who asks is there all the same.
+    padded = attention(q, k, v, "full", k_positions=[0, 1, 2, -1, -1])
     assert padded.all() and torch.allclose(padded, attention(q, k[:, :, :3], v[:, :, :3], "full"), atol=1e-6)
 
 
@@ -363,82 +328,11 @@ def test_large_bias_beside_half_inputs_is_not_rounded(dtype):
     bias = -torch.arange(9.0) - 1000
     exact = pair_by_pair(wide(q), wide(k), wide(v), "full", bias=bias.numpy())[0]
     for engine in able(q, k, v, "full", bias=bias):
-        assert near(
-            attention(q, k, v, "full", bias=bias, engine=engine),
-            exact,
-            dtype,
-            times=1000,  # scores of 1000 are themselves rounded
-        ), engine
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scale": 1.0},
-        {"scale": -0.5},
-        {"scale": 0.0},
-        {"softcap": 2.0},
-        {"softcap": 30.0, "scale": 3.0},
-        {"sinks": True},
-        {"sinks": True, "softcap": 1.5, "bias": True},
-    ],
-    ids=str,
-)
-def test_options_alone_and_together(options, dtype):
-    q, k, v = draw(dtype=dtype)
-    options = dict(options)
-    if "sinks" in options:
-        options["sinks"] = torch.tensor([0.0, 1.0, -2.0, 3.0])
-    if "bias" in options:
-        options["bias"] = torch.linspace(-2, 2, 9)
-    exact = pair_by_pair(wide(q), wide(k), wide(v), "window(4)", **options)
-    ran = able(q, k, v, "window(4)", **options)
-    for engine in ran:
-        # The float64 reference itself is off by up to 25 epsilons where scores are large.
-        times = 64 if dtype == "float64" else 8
-        assert near(attention(q, k, v, "window(4)", engine=engine, **options), exact[0], dtype, times=times), engine
-    for engine in able(q, k, v, "window(4)", return_lse=True, **options):
-        lse = attention(q, k, v, "window(4)", return_lse=True, engine=engine, **options)[1]
-        assert near(lse, exact[2], "float64" if dtype == "float64" else "float32", times=16), engine
-    for engine in able(q, k, v, "window(4)", return_weights=True, **options):
-        weights = attention(q, k, v, "window(4)", return_weights=True, engine=engine, **options)[1]
-        assert near(weights, exact[1], dtype), engine
+        found = attention(q, k, v, "full", bias=bias, engine=engine)
+        assert near(found, exact, dtype, times=1000), engine  # scores of 1000 are themselves rounded
 
 
 # Engines.
-
-
-def test_an_engine_by_name_runs_or_raises():
-    q, k, v = draw()
-    with pytest.raises(
-        EngineError, match=r'(?s)engine "sdpa" cannot run this call, and it was requested by name.*it has no softcap'
-    ):
-        attention(q, k, v, "causal", softcap=1.0, engine="sdpa")
-    with pytest.raises(EngineError, match=r"there is no engine 'fast'\. There are: auto, .*formula, reference"):
-        attention(q, k, v, "causal", engine="fast")
-    for engine in ENGINES:
-        assert lowtri.which_engine(q, k, v, "causal", engine=engine).engine == engine
-
-
-def test_auto_drops_nothing():
-    """Whatever is asked, auto answers as the definition does: mask, options, dtype and gradient."""
-    sinks, bias = torch.tensor([0.5, 0.0, -1.0, 2.0]), torch.randn(9, 9)
-    for name, mask in MASKS.items():
-        for options in (
-            {},
-            {"softcap": 2.0},
-            {"sinks": sinks},
-            {"bias": bias},
-            {"sinks": sinks, "bias": bias, "scale": 2.0},
-        ):
-            q, k, v = (x.requires_grad_() for x in draw())
-            out = attention(q, k, v, mask, **options)
-            exact = attention(q, k, v, mask, engine="reference", **options)
-            assert out.dtype == torch.float32 and near(out, exact, "float32"), (name, options)
-            weight = torch.linspace(-1, 1, out.numel()).view_as(out)
-            for e, f in zip(*(torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (exact, out)), strict=True):
-                assert near(f, e, "float32", times=32), (name, options)
 
 
 def test_which_engine_says_why_not():

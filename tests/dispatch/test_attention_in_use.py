@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tracemalloc
 
 import pytest
@@ -14,14 +12,7 @@ import lowtri
 from lowtri import attention, causal, keys, window
 from lowtri.backends import BACKENDS
 from lowtri.backends import formula as tiles
-
-
-def fresh(program: str) -> str:
-    """What a program prints in a process of its own."""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
+from processes import printed
 
 # What is loaded when.
 
@@ -41,14 +32,14 @@ except lowtri.CallError as error:
     assert "k is list" in str(error)
 print(sorted({"torch", "numba"} & set(sys.modules)))
 """
-    assert fresh(program) == "[]"
+    assert printed("-W", "error", "-c", program) == "[]"
 
 
 @pytest.mark.sweep
 def test_attention_runs_where_torch_comes_first_or_last():
     for order in ("import torch, lowtri", "import lowtri, torch"):
         program = f"{order}\nq = torch.ones(1, 1, 3, 2)\nprint(lowtri.attention(q, q, q, 'causal').sum().item())"
-        assert fresh(program) == "6.0"
+        assert printed("-W", "error", "-c", program) == "6.0"
 
 
 # Memory.
@@ -69,7 +60,7 @@ def peak(n):
 first = peak(1024)  # two tiles already, so that all is loaded
 print(peak(4096) - first)
 """
-    assert float(fresh(program)) < 100  # MB
+    assert float(printed("-W", "error", "-c", program)) < 100  # MB
 
 
 def test_the_formula_keeps_no_tables_for_its_gradient(monkeypatch):
@@ -100,9 +91,6 @@ def test_a_long_window_is_read_tile_by_tile():
         part = slice(max(start - 99, 0), start + 200)
         exact = attention(q[:, :, start : start + 200], k[:, :, part], v[:, :, part], "window(100)", engine="reference")
         assert near(out[:, :, start : start + 200], exact, "float32")
-
-
-# Threads.
 
 
 # Autocast, no gradient, compiled models.

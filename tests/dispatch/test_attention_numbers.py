@@ -113,12 +113,7 @@ def test_scores_of_ten_thousand(size, dtype):
     assert 0.9e4 < float((q[0, 0, 0].double() @ k[0, 0, 0].double()).abs()) / 2 < 1.1e4
     exact = pair_by_pair(wide(q), wide(k), wide(v), "causal")
     for engine in able(q, k, v, "causal"):
-        assert near(
-            attention(q, k, v, "causal", engine=engine),
-            exact[0],
-            dtype,
-            times=1e4,
-        ), engine
+        assert near(attention(q, k, v, "causal", engine=engine), exact[0], dtype, times=1e4), engine
     for engine in able(q, k, v, "causal", return_lse=True):
         lse = attention(q, k, v, "causal", engine=engine, return_lse=True)[1]
         # A score is a sum of four products, rounded and scaled; log(20) or less is added to it.
@@ -183,9 +178,7 @@ def sweep_lengths(sizes: list[tuple[int, int]], dtype: str) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sample_of_lengths(dtype):
     edges = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130)
-    pairs = (
-        [(n, n) for n in edges] + [(1, n) for n in edges] + [(n, 130) for n in edges] + [(130, 5), (64, 128), (65, 129)]
-    )
+    pairs = [pair for n in edges for pair in ((n, n), (1, n), (n, 130))] + [(130, 5), (64, 128), (65, 129)]
     assert sweep_lengths(pairs, dtype) >= 3 * 3 * len(pairs)
 
 
@@ -199,9 +192,8 @@ def test_every_length(dtype):
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_head_size(dtype):
-    for d, dv in (
-        [(n, n) for n in range(1, 130)] + [(8, n) for n in range(1, 70)] + [(n, 8) for n in (160, 192, 256, 320)]
-    ):
+    sizes = [(n, n) for n in range(1, 130)] + [(8, n) for n in range(1, 70)] + [(n, 8) for n in (160, 192, 256, 320)]
+    for d, dv in sizes:
         q, k, v = draw(b=1, hq=1, hkv=1, nq=70, nk=70, d=d, dv=dv, seed=d, dtype=dtype)
         exact = attention(q, k, v, "causal", engine="reference")
         for engine in able(q, k, v, "causal"):
@@ -278,9 +270,8 @@ def test_ranks():
             part = torch.randn(shape, generator=torch.Generator().manual_seed(2))
             spread = part.expand(2, 3, 4, 9, 9).reshape(6, 4, 9, 9)
             expected = attention(q, k, v, "causal", bias=spread, engine=engine)
-            assert near(
-                attention(*five, "causal", bias=part, engine=engine).reshape(whole.shape), expected, "float32"
-            ), engine
+            found = attention(*five, "causal", bias=part, engine=engine)
+            assert near(found.reshape(whole.shape), expected, "float32"), engine
     for engine in able(*five, "causal", return_weights=True, return_lse=True):
         out, weights, lse = attention(*five, "causal", return_weights=True, return_lse=True, engine=engine)
         assert (out.shape, weights.shape, lse.shape) == ((2, 3, 4, 9, 3), (2, 3, 4, 9, 9), (2, 3, 4, 9))
@@ -296,14 +287,9 @@ def test_nothing_in_nothing_out(shape):
             out, weights, lse = attention(x, x, x, "causal", return_weights=True, return_lse=True, engine=engine)
             assert tuple(out.shape) == shape and tuple(weights.shape) == (*shape[:-1], shape[-2])
             assert tuple(lse.shape) == shape[:-1]
-    wide_v = np.ones((2, 3, 5, 0))
-    for engine in able(np.ones((2, 3, 5, 4)), np.ones((2, 3, 5, 4)), wide_v, "causal"):
-        assert attention(np.ones((2, 3, 5, 4)), np.ones((2, 3, 5, 4)), wide_v, "causal", engine=engine).shape == (
-            2,
-            3,
-            5,
-            0,
-        )
+    q, wide_v = np.ones((2, 3, 5, 4)), np.ones((2, 3, 5, 0))
+    for engine in able(q, q, wide_v, "causal"):
+        assert attention(q, q, wide_v, "causal", engine=engine).shape == (2, 3, 5, 0)
 
 
 def test_every_engine_takes_part_in_the_precision_rule():
@@ -322,9 +308,7 @@ def test_the_greatest_softcaps_change_nothing(name: str, dtype: str, nq: int) ->
         for engine in able(q, k, v, "causal", softcap=1.0):
             out, grads = with_gradients(engine, (q, k, v), "causal", d_out, softcap=cap)
             right, right_grads = with_gradients(engine, (q, k, v), "causal", d_out)
-            if name == "float16" and cap < 1e5:  # it caps scores by a little
-                assert (out - right).abs().max() < 1e-2 and all(x.isfinite().all() for x in grads)
-                continue
+
             assert near(out, right, dtype, times=16)
             for found, exact in zip(grads, right_grads, strict=True):
                 assert (found - exact).abs().max() <= 64 * EPS[dtype] * exact.abs().max()

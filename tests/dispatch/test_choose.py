@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -121,10 +120,3 @@ def test_what_is_shown() -> None:
     assert "<script" not in html
     assert "<b>" not in html
     assert html.count("<tr>") == 1 + 2  # the head of the table, and a row for each engine
-
-
-def test_arguments_are_checked() -> None:
-    with pytest.raises(
-        lowtri.EngineError, match=r'(?s)engine "sdpa" cannot run this call.*cpu +yes: .*Fix: drop engine='
-    ):
-        lowtri.which_engine(np.eye(3), np.eye(3), np.eye(3), "causal", engine="sdpa", dropout=0.5)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import lowtri
-from lowtri.masks.text import from_text, to_text
 
 GENERATOR = torch.Generator().manual_seed(0)
 BATCHES = [
@@ -74,19 +73,16 @@ def test_masks_of_other_numbers_compile_at_most_twice(name: str, inside: bool) -
     assert counter.frame_count <= 2
 
 
-def test_a_mask_is_packed_with_its_numbers_outside_of_programs() -> None:
-    mask = lowtri.causal() & (lowtri.window(5) | lowtri.first(2))
-    text, arrays = to_text(mask)
-    assert (text, arrays) == ("causal & (window(5) | first(2))", []) and from_text(text, arrays) == mask
-    assert from_text("causal & (window(_0) | first(_1))", [5, 2]) == mask
+@pytest.mark.parametrize("n", [24, 12_000])  # of the second, the mask is made again for each call
+def test_numbers_of_a_mask_that_change_in_place_are_read_again(n: int) -> None:
+    def function(ids: Tensor) -> Any:
+        return lowtri.attention(q, k, v, lowtri.documents(ids) & lowtri.window(5))
 
-
-def test_lengths_that_do_not_fit_raise_when_the_program_runs() -> None:
     torch._dynamo.reset()
-    program = torch.compile(
-        lambda x, lengths: attend(x, lowtri.causal() & lowtri.documents(lengths=lengths)), backend="eager"
-    )
-    x = torch.randn(1, 9, 48)
-    program(x, torch.tensor([4, 5]))
-    with pytest.raises(lowtri.MaskError, match="add up to 8, but the row has 9 tokens"):
-        program(x, torch.tensor([4, 4]))
+    ids = torch.zeros(n, dtype=torch.int64)
+    q, k, v = torch.randn(3, 1, 2, n, 8)
+    program = torch.compile(function, backend="eager", fullgraph=True)
+    for begin in (n, 10, 7, 10):
+        ids.fill_(0)
+        ids[begin:] = 1
+        assert torch.equal(program(ids), function(ids))

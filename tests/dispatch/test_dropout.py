@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import DTYPES, EPS, draw
+from attention_cases import DTYPES, EPS, draw, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import run_on_baseline
 from torch.utils.checkpoint import checkpoint
 
 import lowtri
-from lowtri.dispatch.prepared import PREPARED
 from lowtri.ops import dropout
+from processes import printed
 
 ENGINES = ("cpu", "formula", "reference")
 MASKS: tuple[Any, ...] = (
@@ -102,12 +101,12 @@ def test_rows_with_positions_of_their_own() -> None:
 
 def test_threads_and_layouts_change_nothing() -> None:
     q, k, v = (x.requires_grad_() for x in draw(b=2, nq=300, nk=300, d=32, dv=32))
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+
+    def run() -> list[torch.Tensor]:
         out = attention(q, k, v, "causal", dropout=0.3)
-        results.append([out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))])
-    torch.set_num_threads(1)
+        return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
+
+    results = on_threads((1, 2, 3), run)
     for other in results[1:]:
         assert torch.equal(results[0][0], other[0])
         assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(results[0], other, strict=True))
@@ -140,8 +139,7 @@ ON_ANOTHER = """
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names an instruction set of x86-64")
 def test_another_instruction_set_drops_the_same() -> None:
-    done = run_on_baseline(ON_ANOTHER)
-    assert done.stdout.strip() == "the same", done.stderr[-2000:]
+    assert printed("-c", ON_ANOTHER, LOWTRI_ISA="baseline") == "the same"
 
 
 # Values and gradients.
@@ -235,13 +233,6 @@ def test_arrays_draw_from_numpys_generator() -> None:
     assert np.array_equal(results[0], results[3])
     assert all(np.allclose(results[0], x, atol=1e-5) for x in results)
     assert not np.array_equal(results[0], lowtri.attention(q, k, v, "causal", dropout=0.5))
-
-
-def test_each_run_of_a_call_that_is_kept_draws_anew() -> None:
-    PREPARED.clear()
-    q, k, v = draw(nq=70, nk=70)
-    outputs = [lowtri.attention(q, k, v, "causal", dropout=0.5) for _ in range(4)]
-    assert not any(torch.equal(outputs[0], x) for x in outputs[1:])
 
 
 def test_under_vmap_all_samples_share_what_is_dropped_or_differ_as_is_asked() -> None:

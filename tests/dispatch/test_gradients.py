@@ -303,16 +303,6 @@ def test_one_input_alone_asks_for_a_gradient():
             assert near(torch.autograd.grad(out.sum(), leaves[i])[0], expected[i], "float32"), engine
 
 
-def test_shared_inputs_add_up():
-    """q = k = v = x: the gradient of x is the sum of three."""
-    x = draw(hq=2, hkv=2, nq=6, nk=6, d=4, dv=4)[0]
-    leaf = x.clone().requires_grad_()
-    for engine in able(leaf, leaf, leaf, "causal"):
-        parts = with_gradients(engine, (x, x, x), "causal")[1]
-        whole = torch.autograd.grad(attention(leaf, leaf, leaf, "causal", engine=engine).sum(), leaf)[0]
-        assert near(whole, sum(parts), "float32"), engine
-
-
 def test_an_input_changed_in_place_is_noticed():
     """Between forward and backward: torch raises, instead of a gradient of what is no longer there."""
     for engine in able(*(x.requires_grad_() for x in draw(nq=4, nk=4)), "causal"):

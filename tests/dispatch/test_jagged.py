@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -89,66 +88,37 @@ def test_one_head_other_lengths_of_queries_and_empty_sequences() -> None:
             torch.testing.assert_close(ob, lowtri.attention(qb, kb, vb, "causal"), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("grouped", [False, True])
-def test_the_function_of_torch(is_causal: bool, grouped: bool) -> None:
-    q, k, v = jagged(4), jagged(2 if grouped else 4, seed=1), jagged(2 if grouped else 4, seed=2)
-    out = lowtri.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
-    for qb, kb, vb, ob in zip(*(x.unbind() for x in (q, k, v, out)), strict=True):
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            qb[None], kb[None], vb[None], is_causal=is_causal, enable_gqa=grouped
-        )
-        torch.testing.assert_close(ob[None], expected, rtol=1e-10, atol=1e-12)
+CALLS = [*(((4, LENGTHS), (heads, LENGTHS)) for heads in (4, 2)), ((2, [5, 2]), (2, [3, 4]))]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_function_of_torch_aligns_queries_with_the_first_keys(is_causal: bool) -> None:
-    q, k, v = jagged(2, [5, 2]), jagged(2, [3, 4], 1), jagged(2, [3, 4], 2)
-    out = lowtri.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+@pytest.mark.parametrize(("of_q", "of_kv"), CALLS, ids=["heads", "grouped heads", "aligned to the first keys"])
+def test_the_function_of_torch(of_q: Any, of_kv: Any, is_causal: bool) -> None:
+    q, k, v = jagged(*of_q), jagged(*of_kv, 1), jagged(*of_kv, 2)
+    options = {"is_causal": is_causal, "enable_gqa": of_q[0] != of_kv[0]}
+    out = lowtri.scaled_dot_product_attention(q, k, v, **options)
     for qb, kb, vb, ob in zip(*(x.unbind() for x in (q, k, v, out)), strict=True):
-        expected = torch.nn.functional.scaled_dot_product_attention(qb[None], kb[None], vb[None], is_causal=is_causal)
+        expected = torch.nn.functional.scaled_dot_product_attention(qb[None], kb[None], vb[None], **options)
         torch.testing.assert_close(ob[None], expected, rtol=1e-10, atol=1e-12)
 
 
 Q = jagged(2)
+attend = lowtri.attention
+torchs = lowtri.scaled_dot_product_attention
 ERRORS = [
+    (lambda: attend(Q, torch.zeros(4, 2, 70, 8), Q, "causal"), "k is no jagged tensor, but another argument is"),
+    (lambda: attend(Q.transpose(1, 2), Q, Q, "causal"), r"q is jagged .*\nFix: q.transpose\(1, 2\) where heads"),
+    (lambda: attend(Q, Q, Q, "causal", return_weights=True), "return_weights is not taken with jagged tensors"),
+    (lambda: attend(Q, Q, Q, "causal", q_positions=[0]), r"q_positions is not taken with jagged.*\nFix: torch"),
+    (lambda: attend(Q, jagged(2, [1, 2]), Q, "causal"), "the sequences of q, k and v have the lengths"),
+    (lambda: attend(Q, *[jagged(2, [3, 60, 1, 9])] * 2, "causal"), "a sequence has 70 queries and 60 keys"),
+    (lambda: attend(Q, Q, Q, lowtri.keys(lengths=[1, 2])), "has 2 rows, but the jagged tensors have 4 sequences"),
+    (lambda: attend(Q, Q, Q, "documents(lengths=[2, 2])"), "the documents in inner, .* end after 4 tokens"),
     (
-        lambda: lowtri.attention(Q, torch.zeros(4, 2, 70, 8), Q, "causal"),
-        r"attention: k is no jagged tensor, but another argument is",
+        lambda: torchs(Q, Q, Q, attn_mask=torch.ones(1)),
+        "attn_mask is not taken with nested tensors. Fix: lowtri.attention",
     ),
-    (
-        lambda: lowtri.attention(Q.transpose(1, 2), Q, Q, "causal"),
-        r"attention: q is jagged .*\nFix: q.transpose\(1, 2\) where heads",
-    ),
-    (
-        lambda: lowtri.attention(Q, Q, Q, "causal", return_weights=True),
-        r"attention: return_weights is not taken with jagged tensors",
-    ),
-    (
-        lambda: lowtri.attention(Q, Q, Q, "causal", q_positions=[0]),
-        r"attention: q_positions is not taken with jagged.*\nFix: torch",
-    ),
-    (
-        lambda: lowtri.attention(Q, jagged(2, [1, 2]), Q, "causal"),
-        r"attention: the sequences of q, k and v have the lengths",
-    ),
-    (lambda: lowtri.attention(Q, *[jagged(2, [3, 60, 1, 9])] * 2, "causal"), r"a sequence has 70 queries and 60 keys"),
-    (
-        lambda: lowtri.attention(Q, Q, Q, lowtri.keys(lengths=[1, 2])),
-        r"has 2 rows, but the jagged tensors have 4 sequences",
-    ),
-    (
-        lambda: lowtri.attention(Q, Q, Q, "documents(lengths=[2, 2])"),
-        r"documents: the documents in inner, .* end after 4 tokens",
-    ),
-    (
-        lambda: lowtri.scaled_dot_product_attention(Q, Q, Q, attn_mask=torch.ones(1)),
-        r"attn_mask is not taken with nested tensors. Fix: lowtri.attention",
-    ),
-    (
-        lambda: lowtri.scaled_dot_product_attention(Q, jagged(1), jagged(1)),
-        r"query has 2 heads, and key 1. Fix: enable_gqa=True",
-    ),
+    (lambda: torchs(Q, jagged(1), jagged(1)), "query has 2 heads, and key 1. Fix: enable_gqa=True"),
 ]
 
 
@@ -157,10 +127,3 @@ def test_errors(act: Any, words: str) -> None:
     with pytest.raises((CallError, MaskError), match=words) as caught:
         act()
     assert len(str(caught.value).splitlines()) <= 3
-
-
-def test_dense_tensors_are_untouched() -> None:
-    x = np.eye(3)
-    assert np.array_equal(
-        lowtri.attention(x, x, x, "causal"), lowtri.scaled_dot_product_attention(x, x, x, is_causal=True)
-    )

@@ -45,6 +45,27 @@ def test_calls_with_one_result_and_with_more_give_the_same_bits(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("nq", [1, 24])
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["contiguous", "tokens before heads"])
+def test_calls_of_fewer_dimensions_have_the_bits_and_the_layout_of_four(rank: int, nq: int, kind: str) -> None:
+    """With other keys each time, as in decoding, and with a gradient, which takes a longer way."""
+    first = (0, 0)
+    for nk in (40, 40, 41):
+        arrays = [x.detach()[:, :2] for x in leaves(torch.float32, (32, 16), nk)]
+        if kind != "contiguous":
+            arrays = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in arrays]
+        arrays[0] = arrays[0][:, :, -nq:]
+        whole = lowtri.attention(*arrays, "causal & window(9)", engine="cpu")[first[: 4 - rank]]
+        given = [x[first[: 4 - rank]] for x in arrays]
+        expected = whole if rank > 2 else lowtri.attention(*[x[:, :1] for x in arrays], "causal & window(9)")[0, 0]
+        for recorded in (False, False, True):
+            found = lowtri.attention(*(x.requires_grad_(recorded) for x in given), "causal & window(9)", engine="cpu")
+            assert found.requires_grad is recorded and found.shape == expected.shape
+            torch.testing.assert_close(found.detach(), expected, rtol=0, atol=0 if nq > 1 else 1e-6)
+            assert rank < 3 or recorded or found.stride() == expected.stride()
+
+
 def test_a_graph_of_the_gradients_is_recorded() -> None:
     inputs = leaves(torch.float64, (4, 4))
     output = lowtri.attention(*inputs, "causal & window(9)", engine="cpu")

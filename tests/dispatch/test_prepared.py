@@ -343,17 +343,6 @@ def test_rows_that_begin_at_an_odd_number_are_read_by_another_kernel() -> None:
         assert (output.double() - right).abs().max() <= 2e-2
 
 
-@pytest.mark.parametrize("as_array", [lambda x: x, lambda x: x.numpy()], ids=["torch", "NumPy"])
-def test_sinks_with_gaps_are_copied_in_each_call(as_array) -> None:
-    q, k, v = map(as_array, cache())
-    wide = as_array(torch.linspace(-2, 2, 16))
-    for step in (1, 2, 4):  # 4 numbers are as many as a number's bytes
-        sinks = wide[::step][:4]
-        expected = lowtri.attention(q, k, v, CAUSAL, sinks=wide[np.arange(0, 4 * step, step)])
-        for _ in range(2):
-            assert (lowtri.attention(q, k, v, CAUSAL, sinks=sinks) == expected).all()
-
-
 @pytest.mark.parametrize("engine", ["cpu", "sdpa"])
 def test_eight_threads_at_once(engine: str) -> None:
     calls = [cache(seed, nk=300 + seed % 3) for seed in range(8)]

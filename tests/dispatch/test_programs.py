@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import draw
 from hypothesis import given, settings
+from programs import compiled, leaves, outcome, same
 from random_masks import Case, cases
 from torch import nn
 
@@ -31,6 +31,7 @@ pytestmark = [
 ]
 IDS = torch.tensor([[0] * 10 + [1] * 30, [0] * 20 + [1] * 20])
 PACKED = causal() & documents(IDS)
+PLACES = torch.arange(40)
 OUTSIDE = lowtri.alibi(torch.tensor([0.5, 0.25, 0.125, 0.0]))
 FORMULA = where(lambda q, k: k <= q)
 
@@ -54,14 +55,7 @@ CASES: dict[str, Callable[..., Any]] = {
         q, k, v, PACKED, engine="cpu", scale=0.3, softcap=2.0, bias=bias, sinks=sinks
     ),
     "positions": lambda q, k, v, ids, bias, sinks: attention(
-        q,
-        k,
-        v,
-        "causal",
-        q_positions=torch.arange(40) + 2,
-        k_positions=torch.arange(40),
-        return_lse=True,
-        engine="formula",
+        q, k, v, "causal", return_lse=True, engine="formula", q_positions=PLACES + 2, k_positions=PLACES
     )[0],
     "log-sum-exp": lambda q, k, v, ids, bias, sinks: attention(q, k, v, "causal", return_lse=True, engine="cpu")[1],
     "biases over distances": lambda q, k, v, ids, bias, sinks: (
@@ -75,66 +69,18 @@ CASES: dict[str, Callable[..., Any]] = {
 
 def inputs(n: int = 40, seed: int = 0) -> list[torch.Tensor]:
     """q (2, 4, n, 16), k and v (2, 2, n, 16)."""
-    return [x.requires_grad_() for x in draw(nq=n, nk=n, d=16, dv=16, seed=seed)]
-
-
-def compiled(fn: Any, backend: str = "aot_eager") -> Any:
-    torch._dynamo.reset()
-    return torch.compile(fn, backend=backend, fullgraph=True)
-
-
-def same_with_gradients(found: torch.Tensor, right: torch.Tensor, leaves: list[torch.Tensor]) -> bool:
-    """The same bits; gradients to rounding: the operator does not return what the log-sum-exp loses to rounding."""
-    grads = [torch.autograd.grad(y.sin().sum(), leaves) for y in (found, right)]
-    return torch.equal(found, right) and all(
-        (a - b).abs().max() <= 16 * torch.finfo(b.dtype).eps * b.abs().max() for a, b in zip(*grads, strict=True)
-    )
+    return leaves(n, n, seed)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_whole_it_gives_the_same(name: str) -> None:
-    fn, leaves = CASES[name], inputs()
+    fn, x = CASES[name], inputs()
     bias, sinks = torch.linspace(-1, 1, 1600).reshape(40, 40), torch.tensor([0.5, -1.0, 0.0, 2.0])
     if name in ("every option", "biases over distances"):
-        leaves += [bias.requires_grad_(), sinks.requires_grad_()]
-    arguments = (*leaves[:3], IDS, bias, sinks)
-    assert same_with_gradients(compiled(fn)(*arguments), fn(*arguments), leaves)
-
-
-def test_one_program_serves_every_batch_of_documents() -> None:
-    """The arrays of a mask are inputs of the program: neither baked in nor a reason to compile again."""
-    made = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        made.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    inside = torch.compile(lambda q, k, v, ids: attention(q, k, v, causal() & documents(ids)), backend=backend)
-    outside = torch.compile(lambda q, k, v, mask: attention(q, k, v, mask), backend=backend)
-    q, k, v = inputs()
-    for ids in (IDS, 1 - IDS, torch.zeros_like(IDS)):
-        right = attention(q, k, v, causal() & documents(ids))
-        assert torch.equal(inside(q, k, v, ids), right)
-        assert torch.equal(outside(q, k, v, causal() & documents(ids)), right)
-    assert len(made) == 2
-
-
-def test_a_length_may_vary() -> None:
-    made = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        made.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    program = torch.compile(lambda q, k, v: attention(q, k, v, "causal & window(7)"), backend=backend, fullgraph=True)
-    for n in (40, 41, 90):
-        x = inputs(n)
-        for one in x:
-            torch._dynamo.mark_dynamic(one, 2)
-        assert same_with_gradients(program(*x), attention(*x, "causal & window(7)"), x)
-    assert len(made) == 1
+        bias.requires_grad_()
+        sinks.requires_grad_()
+    arguments = (*x, IDS, bias, sinks)
+    assert same(outcome(compiled(fn), arguments), outcome(fn, arguments))
 
 
 def test_autocast_is_at_the_door_of_the_program() -> None:
@@ -170,7 +116,7 @@ def test_a_mask_without_arrays_passes_no_list() -> None:
     """AOTInductor's packages cannot pass an empty list of tensors to an operator."""
     program = torch.export.export(Attend("causal"), tuple(inputs()))
     (node,) = (node for node in program.graph.nodes if "lowtri.attention" in str(node.target))
-    assert [] not in node.args and node.args[7] is None
+    assert node.args[3:] == ("mask=causal", None, None, None)
 
 
 @pytest.mark.sweep
@@ -205,9 +151,8 @@ def test_exported_for_any_length() -> None:
     module, length = Attend("causal & window(7)"), torch.export.Dim("length", min=2, max=4096)
     program = torch.export.export(module, tuple(inputs()), dynamic_shapes=({2: length},) * 3)
     for n in (5, 90):
-        x = [
-            tensor.detach() for tensor in inputs(n)
-        ]  # with gradients, few queries run on the decode kernel only in a program
+        # With gradients, few queries run on the decode kernel only in a program.
+        x = [tensor.detach() for tensor in inputs(n)]
         assert torch.equal(program.module()(*x), module(*x))
 
 
@@ -217,31 +162,27 @@ def test_torch_checks_the_operators(engine: str, dropout: float) -> None:
     """Schema, fake rule, autograd and dynamic tracing, as torch.library.opcheck tests them."""
     q, k, v = inputs(20)
     bias, sinks = torch.randn(2, 1, 20, 20, requires_grad=True), torch.randn(4, requires_grad=True)
-    more = (None, None) if engine == "sdpa" else (bias, sinks)
-    arguments = (
-        q,
-        k,
-        v,
-        *more,
-        torch.tensor(5) if dropout else None,
-        "causal & documents(_0) & window(_1)",
-        [IDS[:, :20]],
-        [-1, 7],
-        *[None] * 4,
-        dropout,
-        None,
-        engine != "sdpa",
-        engine != "sdpa",
-        engine == "cpu",
-        engine,
-    )
+    given: dict[str, torch.Tensor] = {} if engine == "sdpa" else {"bias": bias, "sinks": sinks}
+    flags = {
+        "sdpa": [],
+        "formula": ["return_weights", "return_received"],
+        "cpu": ["return_weights", "return_received", "return_lse"],
+    }
+    words = [*flags[engine], f"engine={engine}", *given]
+    tensors, factors = [*given.values()], []
+    if dropout:
+        words += ["seed", "dropout"]
+        tensors.append(torch.tensor(5))
+        factors.append(dropout)
+    text = "; ".join([*words, "mask=causal & documents(_0) & window(_1)"])
+    arguments = (q, k, v, text, [*tensors, IDS[:, :20]], factors or None, [-1, 7])
     good = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
     assert torch.library.opcheck(operators._attention, arguments) == dict.fromkeys(good, "SUCCESS")
-    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-    for operator in (operators._attention_without_gradients, operators._attention_for_gradients):
+    plain = (q.detach(), k.detach(), v.detach(), text, [x.detach() for x in arguments[4]], *arguments[5:])
+    for operator in (operators._attention_forward, operators._attention_output, operators._attention_for_gradients):
         assert torch.library.opcheck(operator, plain) == dict.fromkeys(good, "SUCCESS")
     output, *_, lse = operators._attention_for_gradients(*plain)
-    wanted = [True, True, False, engine != "sdpa", engine != "sdpa"]
+    wanted = [True, True, False, *[True for _ in given]]
     d_results = [torch.ones_like(output), None, lse if engine == "cpu" else None]
     found = torch.library.opcheck(operators._backward, (d_results, output, lse, wanted, *plain))
     assert found == dict.fromkeys(good, "SUCCESS")
@@ -322,9 +263,8 @@ def test_packed_and_unpacked_a_mask_is_the_same(case: Case) -> None:
     text, arrays = to_text(case.mask)
     assert (text is None) == ("where(" in repr(case.mask))
     if text is not None:
-        assert from_text(text, arrays) == case.mask and from_text(text, arrays) is from_text(
-            text, [a.copy() for a in arrays]
-        )
+        assert from_text(text, arrays) == case.mask
+        assert from_text(text, arrays) is from_text(text, [a.copy() for a in arrays])
 
 
 def test_texts_interleaved_mix_nothing_up() -> None:
@@ -348,27 +288,13 @@ def read(text: str, array: Any) -> Any:
 
 
 def test_packed_masks_in_words() -> None:
-    assert (
-        to_text(FORMULA) == (None, [])
-        and to_text(causal() & ~FORMULA)[0] is None
-        and to_text(heads([FORMULA]))[0] is None
-    )
+    assert to_text(FORMULA) == (None, [])
+    assert to_text(causal() & ~FORMULA)[0] is to_text(heads([FORMULA]))[0] is None
     shown = (causal() | first(2)) & ~documents([0, 1], [1, 0]) - table([[True, False], [True, True]])
     text, arrays = to_text(shown)
     assert text == "(causal | first(2)) & (~documents(_0, _1) & ~table(_2))"
     assert [a.tolist() for a in arrays] == [[0, 1], [1, 0], [[True, False], [True, True]]]
-    assert (
-        to_text(documents(lengths=[2, 3]) & keys(lengths=[1, 2]))[0]
-        == "documents(lengths=[2, 3]) & keys(lengths=[1, 2])"
-    )
+    both = "documents(lengths=[2, 3]) & keys(lengths=[1, 2])"
+    assert to_text(lowtri.mask(both))[0] == both
     with pytest.raises(MaskError, match="is not what to_text returns"):
         from_text("documents(_1)", [IDS.numpy()])
-
-
-def test_torchs_own_signature_with_bools_in_a_graph() -> None:
-    q, seen = torch.randn(1, 2, 17, 8), torch.ones(17, 17, dtype=torch.bool).tril()
-
-    def step(q: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        return lowtri.scaled_dot_product_attention(q, q, q, attn_mask=seen)
-
-    torch.testing.assert_close(torch.compile(step, backend="eager", fullgraph=True)(q, seen), step(q, seen))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import textwrap
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import DTYPES, EPS, draw
+from attention_cases import DTYPES, EPS, draw, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import run_on_baseline
-from process_memory import peak_of_process
 
 import lowtri
 from lowtri import CallError
+from processes import printed
 
 ENGINES = ("cpu", "formula", "reference")
 BOTH: dict[str, Any] = {"return_weights": True, "return_received": True}
@@ -148,15 +145,12 @@ def test_a_visible_nan_comes_out_and_a_hidden_one_does_not() -> None:
 
 
 def test_threads_change_no_bit() -> None:
+    mask = "causal & window(700)"
     for heads in (1, 2, 8):
         q, k, v = draw(b=1, hq=heads, hkv=1, nq=500, nk=1100, d=32, dv=32)
-        results = []
-        for threads in (1, 2, 3, 16):
-            torch.set_num_threads(threads)
-            results.append(lowtri.attention(q, k, v, "causal & window(700)", engine="cpu", **BOTH)[1:])
-        torch.set_num_threads(1)
+        results = on_threads((1, 2, 3, 16), partial(lowtri.attention, q, k, v, mask, engine="cpu", **BOTH))
         for other in results[1:]:
-            assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True)), heads
+            assert all(torch.equal(one, two) for one, two in zip(results[0][1:], other[1:], strict=True)), heads
 
 
 def test_numpy_and_ranks() -> None:
@@ -221,7 +215,7 @@ def test_the_kernels_return_weights() -> None:
 
 MEMORY = """
     import torch, lowtri
-    from process_memory import peak_of_process
+    from processes import peak_of_process
     torch.set_num_threads(1)
     x = torch.randn(3, 1, 1, 20_000, 16)
     lowtri.attention(*x[..., :200, :], "causal", return_received=True)
@@ -234,12 +228,7 @@ MEMORY = """
 
 def test_received_weights_take_memory_for_the_keys_alone() -> None:
     """20,000 tokens, whose weights would take 1.6 GB."""
-    paths = os.pathsep.join([os.path.dirname(peak_of_process.__code__.co_filename), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", textwrap.dedent(MEMORY)]
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) < 16 * 2**20
+    assert int(printed("-c", MEMORY)) < 16 * 2**20
 
 
 ON_ANOTHER = """
@@ -260,5 +249,4 @@ ON_ANOTHER = """
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names an instruction set of x86-64")
 def test_another_instruction_set_computes_the_same() -> None:
-    done = run_on_baseline(ON_ANOTHER)
-    assert done.stdout.strip() == "the same", done.stderr[-2000:]
+    assert printed("-c", ON_ANOTHER, LOWTRI_ISA="baseline") == "the same"

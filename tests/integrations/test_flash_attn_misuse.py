@@ -25,6 +25,10 @@ TABLE = torch.tensor([[1, 0], [2, 3]])
 PAGES = draw(4, 3, 2, 8, seed=2)
 
 DENSE: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"q": Q[0]}, r"q is \(3, 4, 8\)\. Fix: a torch tensor \(B, N, H, D\)"),
+    "kind": ({"k": K.tolist()}, r"k is list\. Fix: a torch tensor"),
+    "three numbers": ({"window_size": (1, 2, 3)}, r"window_size is \(1, 2, 3\)\. Fix: \(left, right\)"),
+    "slopes": ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes is \(3,\)\. Fix:"),
     "window_size=1": ({"window_size": 1}, r"window_size is 1\. Fix: \(left, right\)"),
     "window_size=None": ({"window_size": (None, 0)}, r"window_size is \(None, 0\)\. Fix: \(left, right\)"),
     "window_size of floats": ({"window_size": (1.5, 0)}, r"window_size is \(1.5, 0\)\. Fix: \(left, right\)"),
@@ -72,6 +76,10 @@ PACKED: dict[str, tuple[Any, str]] = {
         "attention_mask holds other numbers than 0 and 1. Fix:",
     ),
     "lengths as a mask": (lambda: unpad_input(draw(1, 3, 2), torch.tensor([[1, 2, 0]])), "attention_mask holds other"),
+    "mask of another shape": (
+        lambda: unpad_input(draw(2, 3, 2), torch.ones(2, 2)),
+        r"attention_mask is \(2, 2\)\. Fix: a torch tensor \(2, 3\)",
+    ),
     "unused": (
         lambda: unpad_input(draw(1, 3, 2), torch.tensor([[1, 1, 0]]), torch.tensor([[0, 1, 1]])),
         "unused_mask is 1 at tokens that attention_mask uses",
@@ -87,6 +95,12 @@ def test_packed_forms_and_padding(name):
 
 
 VARLEN: dict[str, tuple[dict[str, Any], str]] = {
+    "no start": ({"cu_seqlens_q": torch.tensor([1, 1, 3])}, "cu_seqlens_q is .*ascending from 0"),
+    "past the end": (
+        {"cu_seqlens_k": [0, 2, 6]},
+        "cu_seqlens_k ends at 6, but there are 5 tokens. Fix: an end of at most 5",
+    ),
+    "another number": ({"cu_seqlens_k": [0, 5]}, "cu_seqlens_q has 3 edges and cu_seqlens_k 2. Fix: B . 1 in both"),
     "floats": ({"cu_seqlens_q": torch.tensor([0.0, 3.0])}, r"cu_seqlens_q is .*Fix: whole numbers \(B \+ 1,\)"),
     "ragged": ({"cu_seqlens_q": [[0], [1, 3]]}, r"cu_seqlens_q is .*Fix: whole numbers \(B \+ 1,\)"),
     "None": ({"cu_seqlens_k": None}, r"cu_seqlens_k is None\. Fix: whole numbers \(B \+ 1,\)"),
@@ -122,6 +136,10 @@ CACHE: dict[str, tuple[dict[str, Any], str]] = {
         {"cache_batch_idx": torch.tensor([0, -1])},
         r"cache_batch_idx is \[0, -1\]\. Fix: each of 0 \.\. 1",
     ),
+    "full": ({"cache_seqlens": 3}, r"cache_seqlens is .*a row has 5 slots\.\nFix: a larger cache"),
+    "no length": ({"cache_seqlens": None}, "got k without v or cache_seqlens.*Fix: all three, or none"),
+    "rows": ({"q": Q[:1]}, "q has 1 rows, but the cache 2. Fix: cache_batch_idx="),
+    "one table of rotary": ({"rotary_cos": draw(9, 4)}, "rotary tables need each other and new keys. Fix: rotary_cos="),
     "rotary": ({"rotary_cos": draw(4), "rotary_sin": draw(4)}, r"rotary_cos is \(4,\)\. Fix: .*\(positions, R\)"),
 }
 

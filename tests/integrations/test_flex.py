@@ -112,15 +112,9 @@ def qkv(kv_heads: int = 2, n: int = N, dtype: torch.dtype = torch.float64, kv_ro
 
 def eager(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, blocks: BlockMask | None) -> tuple[Tensor, Tensor]:
     """torch's eager formula: output and log-sum-exp."""
-    return eager_with_max(q, k, v, score_mod, blocks)[:2]
-
-
-def eager_with_max(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, blocks: BlockMask | None
-) -> tuple[Tensor, Tensor, Tensor]:
     blocks = module._create_empty_block_mask(q, k) if blocks is None else blocks
-    out, lse, greatest = math_attention(q, k, v, score_mod or module._identity, blocks.as_tuple(), D**-0.5, {})
-    return out, lse * math.log(2), greatest * math.log(2)
+    out, lse, _greatest = math_attention(q, k, v, score_mod or module._identity, blocks.as_tuple(), D**-0.5, {})
+    return out, lse * math.log(2)
 
 
 def agree(score_mod: Any, mask_mod: Any, captured: list[Tensor], torchs: Any = None) -> None:
@@ -308,25 +302,6 @@ def test_results_by_request() -> None:
         torch.testing.assert_close(found[0] if "return_aux" in options else found, output)
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "by row and head"])
-@pytest.mark.parametrize("score", [None, BIASES["alibi"][0], BY_FORMULA["learned cap"][0], IN_KERNEL["hidden"]])
-def test_the_greatest_scores(score: Any, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch computes them on a GPU; they have no gradient there, and do not change the others."""
-    monkeypatch.setattr(tiles, "_SCORES_IN_TILE", 64 * N)  # three tiles instead of one
-    inputs, mask_mod = qkv(), MASKS[mask]
-    blocks = None if mask_mod is None else create_block_mask(mask_mod, B, H, N, N, device="cpu")
-    expected = eager_with_max(*inputs, score, blocks)
-    for request in (AuxRequest(lse=True, max_scores=True), AuxRequest(max_scores=True)):
-        output, auxiliary = flex_attention(*inputs, score, blocks, enable_gqa=True, return_aux=request)
-        torch.testing.assert_close(auxiliary.max_scores, expected[2], rtol=1e-9, atol=1e-11)
-        assert not auxiliary.max_scores.requires_grad and (auxiliary.lse is None) is not request.lse
-        grads = [torch.autograd.grad(x.square().sum(), inputs) for x in (output, expected[0])]
-        expected = eager_with_max(*inputs, score, blocks)
-        torch.testing.assert_close([output, *grads[0]], [expected[0], *grads[1]], rtol=1e-9, atol=1e-10)
-    none = flex_attention(*(x[:, :, :0] for x in inputs), enable_gqa=True, return_aux=AuxRequest(max_scores=True))[1]
-    assert none.max_scores.shape == (B, H, 0)
-
-
 def test_one_row_of_keys_needs_a_block_mask_for_every_row() -> None:
     """As in torch, which takes a block mask of one row where keys and values have as many rows as the queries."""
     inputs = [x.detach() for x in qkv(kv_rows=1)]
@@ -416,20 +391,3 @@ def test_the_memory_grows_with_the_tile(n: int, name: str, most: int) -> None:
         watcher.join()
     assert slopes.grad is not None and slopes.grad.isfinite().all()
     assert peak[0] - before < most * 2**20
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"enable_gqa": False}, "4 query heads and 2 key heads. Fix: enable_gqa=True"),
-        ({"block_mask": "causal"}, r"block_mask is str.*\nFix: create_block_mask"),
-        ({"block_mask": lowtri.causal()}, "flex.block_mask for a mask of lowtri"),
-        ({"query": torch.zeros(H, N, D)}, r"query \(4, 150, 16\).*Fix: x\[None\]"),
-        ({"query": torch.zeros(3, H, N, D)}, "query has 3 batch rows and key 2"),
-        ({"return_aux": AuxRequest(lse=True), "return_lse": True}, "exclude each other"),
-    ],
-)
-def test_errors(options: dict[str, Any], words: str) -> None:
-    q, k, v = qkv(dtype=torch.float32)
-    with pytest.raises(CallError, match=words):
-        flex_attention(**{"query": q, "key": k, "value": v, "enable_gqa": True, **options})

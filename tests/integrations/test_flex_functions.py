@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import and_masks
+from torch.nn.attention.flex_attention import AuxRequest, and_masks
 
 import lowtri
 from lowtri.errors import CallError
@@ -88,6 +88,13 @@ def test_devices():
         ({"scale": "1"}, r"scale is str.*Fix: float\(scale\)"),
         ({"scale": torch.tensor(1.0, requires_grad=True)}, r"scale is Tensor.*Fix: float\(scale\)"),
         ({"return_aux": True}, r"return_aux is bool\. Fix: AuxRequest\(lse=True\)"),
+        ({"return_aux": AuxRequest(max_scores=True)}, r"return_aux asks for max_scores, .*Fix: AuxRequest\(lse=True\)"),
+        ({"return_aux": AuxRequest(lse=True), "return_lse": True}, "return_lse and return_aux exclude each other"),
+        ({"query": torch.ones(1, 4, 5, 8)}, "4 query heads and 2 key heads. Fix: enable_gqa=True"),
+        ({"query": Q[0]}, r"query \(2, 5, 8\).*Fix: x\[None\]"),
+        ({"query": Q.expand(3, 2, 5, 8)}, "query has 3 batch rows and key 1"),
+        ({"block_mask": "causal"}, r"block_mask is str.*\nFix: create_block_mask"),
+        ({"block_mask": lowtri.causal()}, r"(.|\n)*flex.block_mask for a mask of lowtri"),
         ({"query": Q[..., :0], "key": K[..., :0]}, r"query is \(1, 2, 5, 0\).*Fix: the same head size"),
         ({"key": K[..., :4]}, r".*key \(1, 2, 7, 4\)\. Fix: the same head size"),
     ],

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lowtri.errors import CallError, EngineError
-from lowtri.integrations import dense_mask
 from lowtri.integrations import torch as door
 from lowtri.integrations.torch import switch
 
@@ -144,7 +143,7 @@ def test_the_hint_is_causal_replaces_the_mask(length: int, need_weights: bool) -
     expected = module(q, k, v, attn_mask=future, need_weights=need_weights)
     masks: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense_mask, "read_dense_mask", lambda *args, **options: masks.append(args))
+        patch.setattr(door, "read_pairs", lambda *args: masks.append(args))
         found = switch(module)(q, k, v, attn_mask=future, is_causal=True, need_weights=need_weights)
     assert masks == []  # O(L * S) were never read
     same([x for x in found if x is not None], [x for x in expected if x is not None])
@@ -271,13 +270,12 @@ def test_a_second_switch_changes_the_engine() -> None:
 def test_masks_that_are_passed_again_are_read_once() -> None:
     encoder, x = switch(layers()["encoder"]), torch.randn(B, L, E, dtype=torch.float64)
     future = nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
-    read, seen = dense_mask.read_dense_mask, []
+    read, seen = door.read_pairs, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            dense_mask, "read_dense_mask", lambda *args, **options: seen.append(read(*args, **options)) or seen[-1]
-        )
+        patch.setattr(door, "read_pairs", lambda *args: seen.append(read(*args)) or seen[-1])
         encoder(x, future, is_causal=False)
-    assert len(seen) == 2 and seen[0].lazy is seen[1].lazy and repr(seen[0].lazy.mask) == "causal"
+    masks = [mask for mask, _bias, _positions in seen]
+    assert len(masks) == 2 and masks[0] is masks[1] and repr(masks[0]) == "causal"
 
 
 @pytest.mark.sweep
@@ -322,72 +320,71 @@ def test_nested_tensors_are_declined() -> None:
         module(nested, nested, nested)
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "the hint alone": ({"is_causal": True}, r"is_causal=True without attn_mask.*Fix: attn_mask="),
-    "integers": ({"attn_mask": FUTURE.long()}, r"attn_mask is torch\.int64\. Fix: bools, True = hidden, or floats"),
-    "another shape": ({"attn_mask": FUTURE.T}, r"attn_mask is \(7, 5\); expected \(5, 7\) or \(12, 5, 7\)"),
-    "another length": ({"key_padding_mask": PADS[:, 1:]}, r"key_padding_mask is \(3, 6\); expected \(3, 7\)"),
-    "a subclass": ({"attn_mask": nn.Parameter(NUMBERS).as_subclass(type("Odd", (Tensor,), {}))}, "attn_mask is a"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_named(name: str) -> None:
-    module = switch(module_of("plain"))
-    options, words = WRONG[name]
-    with pytest.raises(CallError, match=words):
-        module(*inputs_of(module), **options)
-
-
 X, BOOLS = torch.zeros(L, B, E), torch.bool
-REJECTED: dict[str, tuple[Any, ...]] = {
-    "four dimensions": (X[None], X[None], X[None]),
-    "one dimension": (X[0, 0], X[0, 0], X[0, 0]),
-    "a key without a batch": (X, X[:, 0], X[:, 0]),
-    "size": (X[..., 1:], X[..., 1:], X[..., 1:]),
-    "size of the key": (X, X[..., 1:], X),
-    "size of the value": (X, X, X[..., 1:]),
-    "fewer values than keys": (X, X, X[1:]),
-    "fewer rows of values": (X, X, X[:, 1:]),
-    "fewer rows of keys": (X, X[:, 1:], X[:, 1:]),
-    "shape of attn_mask": (X, X, X, None, True, torch.zeros(L, L + 1)),
-    "heads of attn_mask": (X, X, X, None, True, torch.zeros(B, L, L)),
-    "dimensions of attn_mask": (X, X, X, None, True, torch.zeros(1, 1, L, L)),
-    "integers as attn_mask": (X, X, X, None, True, torch.zeros(L, L, dtype=torch.long)),
-    "shape of the padding": (X, X, X, torch.zeros(B, L + 1, dtype=BOOLS)),
-    "padding without a batch": (X, X, X, torch.zeros(L, dtype=BOOLS)),
-    "integers as padding": (X, X, X, torch.zeros(B, L, dtype=torch.long)),
-    "a batch of padding": (X[:, 0], X[:, 0], X[:, 0], torch.zeros(1, L, dtype=BOOLS)),
-    "is_causal alone": (X, X, X, None, True, None, True, True),
+SHAPES = "all have 3 dimensions, or 2 without a batch"
+ROWS = "Fix: as many rows, and a value for each key"
+LAST = "Fix: a last dimension of 16, the module's size"
+KINDS_OF_MASKS = "Fix: bools, True = hidden, or floats to add to the scores"
+REJECTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "four dimensions": ((X[None], X[None], X[None]), r"query \(1, 5, 3, 16\), key .*" + SHAPES),
+    "one dimension": ((X[0, 0], X[0, 0], X[0, 0]), SHAPES),
+    "a key without a batch": ((X, X[:, 0], X[:, 0]), r"query \(5, 3, 16\), key \(5, 16\).*" + SHAPES),
+    "size": ((X[..., 1:], X[..., 1:], X[..., 1:]), r"query is \(5, 3, 15\)\. " + LAST),
+    "size of the key": ((X, X[..., 1:], X), "key is .*" + LAST),
+    "size of the value": ((X, X, X[..., 1:]), "value is .*" + LAST),
+    "fewer values than keys": ((X, X, X[1:]), r"value \(4, 3, 16\)\. " + ROWS),
+    "fewer rows of values": ((X, X, X[:, 1:]), ROWS),
+    "fewer rows of keys": ((X, X[:, 1:], X[:, 1:]), ROWS),
+    "shape of attn_mask": (
+        (X, X, X, None, True, torch.zeros(L, L + 1)),
+        r"attn_mask is \(5, 6\); expected \(5, 5\) or \(12, 5, 5\)",
+    ),
+    "heads of attn_mask": ((X, X, X, None, True, torch.zeros(B, L, L)), r"attn_mask is \(3, 5, 5\); expected"),
+    "dimensions of attn_mask": ((X, X, X, None, True, torch.zeros(1, 1, L, L)), "attn_mask is .*; expected"),
+    "integers as attn_mask": (
+        (X, X, X, None, True, torch.zeros(L, L, dtype=torch.long)),
+        r"attn_mask is torch\.int64\. " + KINDS_OF_MASKS,
+    ),
+    "shape of the padding": (
+        (X, X, X, torch.zeros(B, L + 1, dtype=BOOLS)),
+        r"key_padding_mask is \(3, 6\); expected \(3, 5\)",
+    ),
+    "padding without a batch": ((X, X, X, torch.zeros(L, dtype=BOOLS)), r"key_padding_mask is \(5,\); expected"),
+    "integers as padding": ((X, X, X, torch.zeros(B, L, dtype=torch.long)), "key_padding_mask is .*" + KINDS_OF_MASKS),
+    "a batch of padding": (
+        (X[:, 0], X[:, 0], X[:, 0], torch.zeros(1, L, dtype=BOOLS)),
+        r"key_padding_mask is \(1, 5\); expected \(5,\)",
+    ),
+    "is_causal alone": (
+        (X, X, X, None, True, None, True, True),
+        r"is_causal=True without attn_mask, .*Fix: attn_mask=",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REJECTED)
 def test_what_torch_rejects_raises_its_class_too(name: str) -> None:
     module = nn.MultiheadAttention(E, H)
+    arguments, words = REJECTED[name]
     with pytest.raises((AssertionError, RuntimeError)) as torchs:
-        module(*REJECTED[name])
-    with pytest.raises(CallError, match=r"^nn\.MultiheadAttention: ") as ours:
-        switch(module)(*REJECTED[name])
+        module(*arguments)
+    with pytest.raises(CallError, match=rf"^nn\.MultiheadAttention: .*{words}") as ours:
+        switch(module)(*arguments)
     assert isinstance(ours.value, torchs.type)
 
 
-def test_inputs_of_unequal_rank_are_named() -> None:
-    q, k, v = inputs_of(module_of("plain"))
-    with pytest.raises(CallError, match=r"query \(5, 16\), key \(3, 7, 16\).*all have 3 dimensions"):
-        switch(module_of("plain"))(q[0], k, v)
-    with pytest.raises(CallError, match=r"value \(3, 6, 16\)\. Fix: as many rows, and a value for each key"):
-        switch(module_of("plain"))(q, k, v[:, 1:])
-
-
-def test_inputs_of_another_kind_or_size_are_named() -> None:
-    module, x = switch(nn.MultiheadAttention(8, 2, batch_first=True, kdim=4)), torch.ones(2, 3, 8)
-    with pytest.raises(CallError, match=r"query is ndarray\. Fix: a torch tensor"):
-        module(x.numpy(), x, x)
-    with pytest.raises(CallError, match=r"key is \(2, 3, 8\)\. Fix: a last dimension of 4"):
-        module(x, x, x)
-    with pytest.raises(CallError, match=r"attn_mask is str. Fix: a torch tensor, True = hidden"):
-        module(x, x[..., :4], x, attn_mask="causal")
+def test_what_torch_would_take_or_misread_is_named() -> None:
+    module, x = switch(nn.MultiheadAttention(E, H, kdim=4)), X
+    odd = nn.Parameter(NUMBERS).as_subclass(type("Odd", (Tensor,), {}))
+    wrong: list[tuple[tuple[Any, ...], Any, str]] = [
+        ((x.numpy(), x, x), None, r"query is ndarray\. Fix: a torch tensor"),
+        ((x, x, x), None, r"key is \(5, 3, 16\)\. Fix: a last dimension of 4"),
+        ((x, x[..., :4], x), "causal", r"attn_mask is str\. Fix: a torch tensor, True = hidden"),
+        ((x, x[..., :4], x), odd, "attn_mask is a"),
+    ]
+    for inputs, mask, words in wrong:
+        with pytest.raises(CallError, match=words):
+            module(*inputs, attn_mask=mask)
 
 
 @pytest.mark.parametrize("model", [None, "model", nn.MultiheadAttention])

@@ -85,7 +85,7 @@ def test_a_causal_model_needs_no_table() -> None:
     torch.testing.assert_close(found, switched(IDS).logits)
     (graph,) = graphs
     calls = [node for node in graph.graph.nodes if "lowtri.attention" in str(node.target)]
-    assert [node.args[6:8] for node in calls] == [("causal", None)] * 2
+    assert [node.args[3:5] for node in calls] == [("scale; mask=causal", None)] * 2
     assert not any(getattr(node.meta.get("example_value"), "dtype", None) == torch.bool for node in graph.graph.nodes)
 
 

@@ -1,4 +1,4 @@
-"""2 ** x in the kernels, against float64 over a grid; and how many instructions it takes on other CPUs."""
+"""2 ** x in the kernels, against float64 over a grid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import double_double as two
 import numpy as np
 import pytest
 from numba import types
-from test_kernels_spec import AVX512, COMPILED, python
 
 from lowtri.kernels import threads
 from lowtri.kernels.abi import Abi
@@ -70,34 +69,6 @@ def test_what_is_hidden_weighs_nothing_and_nan_stays(dtype: str) -> None:
         x[4:5].view(np.uint32)[:] = 0x7FC001FF
     power, _ = computed(dtype, x)
     assert np.array_equal(power[:4], np.zeros(4)) and np.isnan(power[4]) and np.array_equal(power[5:], [1, 1, *[2] * 9])
-
-
-@pytest.mark.x86
-def test_avx512_takes_two_instructions_and_the_polynomial() -> None:
-    """For each vector: a fraction, a multiply-add for each degree, a scale; with the shift, one more multiply-add."""
-    printed = python(
-        COMPILED
-        + """
-    from lowtri.kernels.simd import exp2, fma, load, store
-
-    def powers(call):
-        for offset in range(0, call.nk, 64):
-            score, scale, shift = load(call.q + offset, call.spec), load(call.v, call.spec), load(call.k, call.spec)
-            store(call.q + offset, exp2(fma(score, scale, shift, call.spec), call.spec))
-
-    for way in (("float32", "direct"), ("bfloat16", "bf16x2"), ("float16", "widened"), ("float64", "direct")):
-        asm = code(*way, powers)._library.get_asm_str()
-        words = ("vreducep", "vfmadd", "vscalefp", "vrndscale|vcmp|vmaxp|vcvttp|vpsll", "vmulp|vaddp|vsubp")
-        print(*way, *(len(re.findall(word, asm)) for word in words))
-    """,
-        NUMBA_CPU_NAME="sapphirerapids",
-        NUMBA_CPU_FEATURES=AVX512,
-    )
-    for line in printed.splitlines():
-        dtype, _, fractions, fused, scales, others, sums = line.split()
-        copies = int(fractions)  # of the loop's body: LLVM unrolls it
-        assert int(scales) == copies > 0 and int(others) == 0, line
-        assert int(fused) == copies * (DEGREES[dtype] + 1) and int(sums) == copies * (dtype == "float64"), line
 
 
 def test_the_fraction_is_an_instruction_of_avx512dq() -> None:

@@ -8,16 +8,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gradient_cases import compare, results
 
 import lowtri
 from lowtri.kernels import target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-EPS = {
-    "float32": 2.0**-23,
-    "bfloat16": 2.0**-8,
-    "float64": 2.0**-48,
-}  # the formula in float64 is itself what is compared with
 NAN, INF = float("nan"), float("inf")
 
 MASKS = {
@@ -29,12 +25,19 @@ MASKS = {
     "by head": lowtri.heads([lowtri.causal(), lowtri.full(), lowtri.window(5), lowtri.mask("~causal")]),
     "full": "full",
 }
+
+
+def drawn(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
 OPTIONS = {
     "plain": {},
     "softcap": {"softcap": 3.0},
     "scale below 0": {"scale": -0.2},
-    "bias": {"bias": (1, 1)},
-    "bias of heads, softcap, sinks": {"bias": (1, 4), "softcap": 5.0, "sinks": True},
+    "bias": drawn(bias=(1, 1, 200, 200)),
+    "bias of heads, softcap, sinks": {"softcap": 5.0, **drawn(bias=(1, 4, 200, 200), sinks=(4,))},
 }
 
 
@@ -45,54 +48,23 @@ def inputs(n: int, d: int, dv: int, seed: int = 0, rows: int = 1) -> list[torch.
     return [torch.randn(rows, heads, n, size, generator=generator).bfloat16() for heads, size in shapes]
 
 
-def gradients(tensors, mask, options, dtype, engine) -> list[torch.Tensor]:
-    """The output and the gradient of every input that floats, float64."""
-    *qkv, d_output = (x.to(dtype).detach() for x in tensors)
-    options = dict(options)
-    n, generator = qkv[0].shape[2], torch.Generator().manual_seed(9)
-    if "bias" in options:
-        options["bias"] = torch.randn(*options["bias"], n, n, generator=generator).to(torch.float32)
-    if "sinks" in options:
-        options["sinks"] = torch.randn(4, generator=generator)
-    if dtype == torch.float64:
-        options = {key: x.double() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
-    wanted = [*qkv, *(x for x in options.values() if isinstance(x, torch.Tensor))]
-    for x in wanted:
-        x.requires_grad_()
-    output = lowtri.attention(*qkv, mask, engine=engine, **options)
-    return [x.detach().double() for x in (output, *torch.autograd.grad(output, wanted, d_output))]
-
-
-def compare(tensors, mask, options, name) -> None:
-    exact = gradients(tensors, mask, options, torch.float64, "formula")
-    plain = gradients(tensors, mask, options, DTYPES[name], "formula")
-    actual = gradients(tensors, mask, options, DTYPES[name], "cpu")
-    for number, (expected, usual, ours) in enumerate(zip(exact, plain, actual, strict=True)):
-        great = max(1.0, float(expected.abs().max()))
-        allowed = 2 * float((usual - expected).abs().max()) + 4 * EPS[name] * great
-        worst = float((ours - expected).abs().max())
-        assert worst <= allowed, (number, worst, allowed)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_of_every_mask_with_every_option(mask, options, dtype) -> None:
-    compare(inputs(200, 32, 48), MASKS[mask], OPTIONS[options], dtype)
+    compare(inputs(200, 32, 48), MASKS[mask], DTYPES[dtype], **OPTIONS[options])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(32, 32), (64, 64), (80, 32), (96, 112), (128, 128), (192, 16), (100, 36), (1, 5)])
 def test_gradients_of_every_head_size(sizes, dtype) -> None:
-    compare(inputs(131, *sizes), "causal & window(90)", {}, dtype)
+    compare(inputs(131, *sizes), "causal & window(90)", DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_inputs_that_lie_apart(dtype) -> None:
-    """Heads last and neighbours apart, as projections leave them, and a gradient that is one number everywhere."""
-    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(97, 32, 32, rows=2)]
-    tensors[3] = torch.ones(()).bfloat16().expand(tensors[3].shape)
-    compare(tensors, "causal", {}, dtype)
+def three_gradients(tensors: list[torch.Tensor], mask: str) -> list[list[torch.Tensor]]:
+    """Of the formula in float64, of the formula and of the kernels in float32."""
+    ways = (("formula", torch.float64), ("formula", torch.float32), ("cpu", torch.float32))
+    return [results(tensors, mask, *way)[1:] for way in ways]
 
 
 @pytest.mark.parametrize("sharpness", [1, 6, 40])
@@ -108,12 +80,7 @@ def test_gradients_where_few_keys_have_the_weight(nq, nk, mask, sharpness) -> No
     q, k, v, d_out = (torch.randn(1, 4, n, 64, generator=generator) for n in (nq, nk, nk, nq))
     q = q * sharpness
 
-    def of(engine, dtype):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        output = lowtri.attention(*leaves, mask, engine=engine)
-        return [x.double() for x in torch.autograd.grad(output, leaves, d_out.to(dtype))]
-
-    exact, plain, ours = of("formula", torch.float64), of("formula", torch.float32), of("cpu", torch.float32)
+    exact, plain, ours = three_gradients([q, k, v, d_out], mask)
     weights = lowtri.attention(*(x.double() for x in (q, k, v)), mask, return_weights=True)[1]
     # A score's own rounding moves its weight by that much of itself, so it is in the terms, too.
     scores = q.double().abs() @ k.double().abs().transpose(2, 3) / 8
@@ -121,7 +88,7 @@ def test_gradients_where_few_keys_have_the_weight(nq, nk, mask, sharpness) -> No
     floors = [terms @ k.double().abs() / 8, terms.transpose(2, 3) @ q.double().abs() / 8]
     floors.append((weights * (1 + scores)).transpose(2, 3) @ d_out.double().abs())
     for expected, usual, actual, floor in zip(exact, plain, ours, floors, strict=True):
-        allowed = 2 * (usual - expected).abs().amax() + 4 * EPS["float32"] * floor
+        allowed = 2 * (usual - expected).abs().amax() + 4 * torch.finfo(torch.float32).eps * floor
         assert ((actual - expected).abs() <= allowed).all()
 
 
@@ -133,15 +100,9 @@ def test_gradients_at_scores_of_some_hundreds_err_as_the_plain_formula(mask: str
     q, k, v, d_out = (torch.randn(1, 4, 200, 64, generator=generator) for _ in range(4))
     q = q * sharpness
 
-    def of(engine: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        output = lowtri.attention(*leaves, mask, engine=engine)
-        gradients = torch.autograd.grad(output, leaves, d_out.to(dtype), retain_graph=True)
-        repeated = torch.autograd.grad(output, leaves, d_out.to(dtype))
-        assert all(torch.equal(one, two) for one, two in zip(gradients, repeated, strict=True))
-        return [x.double() for x in gradients]
-
-    exact, plain, ours = of("formula", torch.float64), of("formula", torch.float32), of("cpu", torch.float32)
+    exact, plain, ours = three_gradients([q, k, v, d_out], mask)
+    repeated = results([q, k, v, d_out], mask, "cpu", torch.float32)[1:]
+    assert all(torch.equal(one, two) for one, two in zip(ours, repeated, strict=True))
     for expected, usual, actual in zip(exact, plain, ours, strict=True):
         error, allowed = ((x - expected).pow(2).mean().sqrt() for x in (actual, usual))
         assert error <= 2 * allowed
@@ -152,7 +113,7 @@ def test_gradients_at_scores_of_some_hundreds_err_as_the_plain_formula(mask: str
 @pytest.mark.parametrize("mask", ["causal", "causal & window(7)", "full"])
 def test_gradients_of_every_length(mask, dtype) -> None:
     for n in range(1, 131):
-        compare(inputs(n, 32, 32, seed=n), mask, {}, dtype)
+        compare(inputs(n, 32, 32, seed=n), mask, DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -164,8 +125,7 @@ def test_what_is_hidden_leaves_no_trace_in_gradients(where, value, dtype) -> Non
     good = inputs(130, 32, 32)
     bad = [x.clone() for x in good]
     bad["qkv".find(where) if where != "d_output" else 3][0, 0, 100, 5] = value
-    kind = DTYPES[dtype]
-    before, after = (gradients(x, mask, {}, kind, "cpu") for x in (good, bad))
+    before, after = (results(x, mask, "cpu", DTYPES[dtype]) for x in (good, bad))
     for expected, actual in zip(before, after, strict=True):
         assert torch.equal(expected[:, :, :70], actual[:, :, :70])
         assert (
@@ -182,7 +142,7 @@ def test_a_query_that_sees_nothing_takes_no_part_even_when_it_is_broken(dtype) -
     good = inputs(130, 32, 32)
     bad = [x.clone() for x in good]
     bad[0][:, :, 3], bad[3][:, :, 64] = NAN, INF
-    before, after = (gradients(x, mask, {}, DTYPES[dtype], "cpu") for x in (good, bad))
+    before, after = (results(x, mask, "cpu", DTYPES[dtype]) for x in (good, bad))
     assert all(torch.equal(expected, actual) for expected, actual in zip(before, after, strict=True))
 
 
@@ -190,7 +150,7 @@ def test_a_query_that_sees_nothing_takes_no_part_even_when_it_is_broken(dtype) -
 @pytest.mark.parametrize("mask", ["causal", "full"])
 def test_gradients_of_tiles_that_are_not_full_of_queries(mask: str, n: int) -> None:
     """Only the groups of 16 queries that a tile has are computed, and what lies in memory behind them takes no part."""
-    compare(inputs(n, 32, 48, seed=n), mask, {}, "float32")
+    compare(inputs(n, 32, 48, seed=n), mask, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

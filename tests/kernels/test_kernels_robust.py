@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from process_memory import peak_of_process
+from attention_cases import on_threads
 
 import lowtri
+from processes import peak_of_process, printed
 
 
 def qkv(nq: int, nk: int, seed: int = 0, d: int = 32) -> list[torch.Tensor]:
     source = torch.Generator().manual_seed(seed)
     return [torch.randn(1, heads, n, d, generator=source) for heads, n in ((4, nq), (2, nk), (2, nk))]
-
-
-def python(code: str, **environment: str) -> str:
-    """The output of a separate process; one that hangs is a failure."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", **environment}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip()
 
 
 def test_forward_backward_and_decoding_on_eight_python_threads() -> None:
@@ -37,32 +26,13 @@ def test_forward_backward_and_decoding_on_eight_python_threads() -> None:
         output = lowtri.attention(*leaves, cases[i][1], engine="cpu")
         return [output.detach(), *(torch.autograd.grad(output.sum(), leaves) if i % 4 < 2 else ())]
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    def compare() -> None:
         alone = [run(i) for i in range(8)]
         with ThreadPoolExecutor(8) as pool:
             for actual, expected in zip(pool.map(run, [*range(8)] * 10), alone * 10, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    finally:
-        torch.set_num_threads(before)
 
-
-def test_the_number_of_threads_may_change_between_calls() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv(300, 300))
-    before, actual = torch.get_num_threads(), []
-    try:
-        for count in (1, 3, 2, 1):
-            torch.set_num_threads(count)
-            output = lowtri.attention(q, k, v, "causal", engine="cpu")
-            decoded = lowtri.attention(q[:, :, -1:], k, v, "causal", engine="cpu")
-            actual.append([output, decoded, *torch.autograd.grad(output.sum(), (q, k, v))])
-    finally:
-        torch.set_num_threads(before)
-    for run in actual[1:]:
-        for a, b in zip(actual[0], run, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
-    assert all(torch.equal(a, b) for a, b in zip(actual[0], actual[3], strict=True))
+    on_threads((2,), compare)
 
 
 def test_in_the_workers_of_a_data_loader() -> None:
@@ -79,7 +49,7 @@ def test_in_the_workers_of_a_data_loader() -> None:
         loader = torch.utils.data.DataLoader(Rows(), num_workers=2, batch_size=None, timeout=100)
         print(sum(torch.equal(row, mine) for row in loader))
     """
-    assert python(code) == "6"
+    assert printed("-c", code, OMP_NUM_THREADS="2") == "6"
 
 
 INTERRUPTED = """
@@ -137,8 +107,8 @@ def test_an_interrupt_is_raised_when_all_threads_are_done(library: str) -> None:
     imports = "import torch" if with_torch else ""
     convert = "small, large = ([torch.from_numpy(x) for x in each] for each in (small, large))" if with_torch else ""
     n = int(9000 / float(os.environ.get("TEST_SLOWNESS", 1)) ** 0.5)  # as long a call in an emulator
-    printed = python(INTERRUPTED.format(imports=imports, convert=convert, n=n))
-    assert printed.split("\n") == ["interrupted True", "True"]
+    program = INTERRUPTED.format(imports=imports, convert=convert, n=n)
+    assert printed("-c", program, OMP_NUM_THREADS="2").split("\n") == ["interrupted True", "True"]
 
 
 @pytest.mark.not_emulated  # the code that could leak is the same everywhere

@@ -2,110 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from typing import Any
 
-import build_kernels
 import numpy as np
 import pytest
 import torch
-from numba import types
 
 import lowtri
-from lowtri.backends import cpu
-from lowtri.backends.cpu.launch import Launch
 from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
-from lowtri.kernels import abi, spec, target, threads
-from lowtri.kernels.device import RecordType
+from lowtri.kernels import spec, target
 from lowtri.kernels.isa import Amx, Avx2, Avx512Bf16
-from lowtri.kernels.simd import write
-from lowtri.kernels.spec import Array, KernelSpec
+from lowtri.kernels.spec import Array
 from lowtri.masks.plan import TILE_Q
 from lowtri.masks.tile import FULL
-from lowtri.ops.arguments import describe
 
-RECORDS = [abi.FORWARD, abi.BACKWARD, abi.DECODE]
 FEATURES = Avx512Bf16.features
-
-
-def values_of(record: abi.Abi) -> dict[str, Any]:
-    """A value for each prepared field, all different."""
-    number = count(1)
-    return {
-        name: {part: next(number) for part in parts} if parts else next(number)
-        for name, parts in record.prepared_fields.items()
-    }
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
-def test_every_field_is_written_under_its_name_in_any_order(record: abi.Abi) -> None:
-    values = values_of(record)
-    backwards = {name: dict(reversed(x.items())) if isinstance(x, dict) else x for name, x in reversed(values.items())}
-    memory = bytes(record.run_format.size) + record.record_bytes(backwards)
-    actual = np.frombuffer(memory, record.dtype)[0]
-    for name, value in values.items():
-        if isinstance(value, dict):
-            assert {part: actual[name][part] for part in value} == value
-        else:
-            assert actual[name] == value
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
-def test_a_field_without_a_value_and_a_value_without_a_field_raise(record: abi.Abi) -> None:
-    values = values_of(record)
-    without = {name: value for name, value in values.items() if name != "heads"}
-    strides = {**values["q_strides"], "z": 1}
-    for wrong in (without, values | {"tails": 1}, values | {"q_strides": {"b": 1}}, values | {"q_strides": strides}):
-        with pytest.raises(KeyError):
-            record.record_bytes(wrong)
-
-
-def named(call: Any) -> None:
-    """A kernel that writes what it reads: an integer, a stride, an option, an address."""
-    write(call.o, call.nk, call.spec)
-    write(call.o + 8, call.k_strides.n, call.spec)
-    write(call.o + 16, call.options.softcap, call.spec)
-    write(call.o + 24, call.plan.bits, call.spec)
-
-
-@pytest.mark.compiler
-def test_a_kernel_reads_the_fields_by_name() -> None:
-    values, actual = values_of(abi.FORWARD), np.zeros(4)
-    record = np.frombuffer(
-        bytearray(bytes(abi.FORWARD.run_format.size) + abi.FORWARD.record_bytes(values)), abi.FORWARD.dtype
-    )
-    record["o"] = actual.ctypes.data
-    record_type = RecordType(abi.FORWARD.dtype, KernelSpec("float64", "direct", target.ISA))
-    code = build_kernels.compiled(named, types.void(record_type))
-    threads.run_team(code, record.ctypes.data, 1)
-    assert [*actual] == [values["nk"], values["k_strides"]["n"], values["options"]["softcap"], values["plan"]["bits"]]
 
 
 def qkv(nq: int, nk: int, d: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, heads, n, d, generator=generator).to(dtype) for heads, n in ((4, nq), (2, nk), (2, nk))]
-
-
-def run(launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    output = torch.empty_like(q)
-    launch.run_at(launch.prepared, *(x.data_ptr() for x in (q, k, v, output)), 0, 0, 0, 0, 0)
-    return output
-
-
-def test_a_prepared_launch_runs_on_other_arrays_from_many_threads_at_once() -> None:
-    calls = [qkv(100, 100, 32, seed=seed) for seed in range(8)]
-    launch = cpu.prepare(describe(*calls[0], "causal")[0]).launch
-    alone = [lowtri.attention(*call, "causal", engine="cpu") for call in calls]
-    with ThreadPoolExecutor(8) as pool:
-        for actual, expected in zip(pool.map(lambda call: run(launch, *call), calls * 20), alone * 20, strict=True):
-            assert torch.equal(actual, expected)
 
 
 def test_kernels_and_plans_have_the_same_tiles() -> None:
@@ -147,18 +65,6 @@ def test_an_unsupported_instruction_set_raises() -> None:
     with pytest.raises(EngineError, match=r"of which the library has no kernels\. It has: baseline\."):
         target.instruction_set("avx2", has, "x86_64", lambda name: name == "baseline")
     assert target.instruction_set(None, FEATURES, "x86_64", lambda name: name in ("avx2", "baseline")).name == "avx2"
-
-
-def python(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 # How rows are read.
@@ -230,91 +136,3 @@ def test_float16_is_read_without_a_copy(monkeypatch: pytest.MonkeyPatch, kind: s
         actual = torch.as_tensor(lowtri.attention(*arrays, "causal & window(30)", engine="cpu"))
         expected = lowtri.attention(q.double(), k.double(), v.double(), "causal & window(30)", engine="reference")
         assert actual.dtype == torch.float16 and (actual.double() - expected).abs().max() <= 2e-3
-
-
-# Code for other CPUs.
-
-AVX512 = "+sse4.2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512bf16"
-COMPILED = """
-    import collections, re, sys
-    from importlib import import_module
-    from numba import cfunc, types
-    from lowtri.kernels import abi, product
-    from lowtri.kernels.device import NUMBA_OPTIONS, RecordType
-    from lowtri.kernels.isa import Avx512Bf16 as Isa
-    from lowtri.kernels.spec import KernelSpec
-    from lowtri.kernels.values import Matrix, Packed
-
-    def multiply(call):
-        a, b, c = Matrix(call.k, call.k_strides.n, 1), Packed(call.q, 64), Packed(call.o, 64)
-        product.product(a, b, c, call.nk, call.head_dim, 0, 64, call.spec)
-
-    def code(dtype, rows, kernel=multiply, record=abi.FORWARD):
-        kind = RecordType(record.dtype, KernelSpec(dtype, rows, Isa()))
-        return cfunc(types.void(kind), **NUMBA_OPTIONS)(kernel)
-
-    WAYS = (("float32", "direct"), ("bfloat16", "bf16x2"), ("float64", "direct"))
-"""
-
-
-@pytest.mark.x86
-@pytest.mark.compiler
-def test_avx512_keeps_the_register_tile_of_each_product() -> None:
-    """6 rows x 4 vectors of 512 bits: 24 multiply-adds for 6 broadcasts and 4 loads, without spills."""
-    printed = python(
-        COMPILED
-        + """
-    for way in WAYS:
-        asm = code(*way)._library.get_asm_str()
-        loops = re.findall(r"^(\\.L\\w+):\\n((?:(?!\\.L\\w+:).*\\n)*?\\tj\\w+\\t\\1\\n)", asm, re.M)
-        bodies = [body for _, body in loops if "zmm" in body]
-        print(Isa.name, *way, max(len(re.findall(r"vfmadd\\w+p[sd]\\t.*zmm|vdpbf16ps.*zmm", body)) for body in bodies),
-              any("(%rsp)" in line and "zmm" in line for body in bodies for line in body.splitlines()))
-    """,
-        NUMBA_CPU_NAME="sapphirerapids",
-        NUMBA_CPU_FEATURES=AVX512,
-    )
-    lines = [line.split() for line in printed.splitlines()]
-    assert [line[:2] for line in lines] == [["avx512-bf16", way] for way in ("float32", "bfloat16", "float64")]
-    assert all(int(line[3]) % 24 == 0 and line[4] == "False" for line in lines), printed
-
-
-@pytest.mark.x86
-@pytest.mark.compiler
-@pytest.mark.sweep
-def test_whole_kernels_compile_for_avx512_and_bf16() -> None:
-    printed = python(
-        COMPILED
-        + """
-    for family in ("forward", "backward"):
-        for way in WAYS:
-            asm = code(*way, getattr(import_module(f"lowtri.kernels.{family}"), family), getattr(abi, family.upper()))
-            asm = asm._library.get_asm_str()
-            print(family, *way, *(len(re.findall(word, asm)) for word in ("vdpbf16ps", "vfmadd\\\\w+p[sd]", "vscalefp")))
-    """,
-        NUMBA_CPU_NAME="znver4",
-        NUMBA_CPU_FEATURES=AVX512,
-    )
-    for line in printed.splitlines():
-        _, dtype, _, pairs, fused, scaled = line.split()
-        assert (int(pairs) > 100) == (dtype == "bfloat16") and int(fused) > 20 and int(scaled) > 0, line
-
-
-@pytest.mark.compiler
-def test_neon_code_is_generated_for_arm() -> None:
-    printed = python(
-        COMPILED
-        + """
-    import llvmlite.binding as llvm
-    from lowtri.kernels.isa import Neon as Isa
-
-    llvm.initialize_all_targets(); llvm.initialize_all_asmprinters()
-    machine = llvm.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(opt=3)
-    for way in WAYS:
-        text = re.sub(r'(?m)^target (datalayout|triple).*$', "", code(*way).inspect_llvm())
-        text = re.sub(r'"target-(cpu|features)"="[^"]*"', "", text)
-        module = llvm.parse_assembly(text); module.triple = "aarch64-unknown-linux-gnu"
-        print(*way, len(re.findall(r"\\tfmla\\tv", machine.emit_assembly(module))))
-    """
-    )
-    assert all(int(line.split()[2]) >= 24 for line in printed.splitlines()) and len(printed.splitlines()) == 3, printed

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from same_bits_cases import JOBS, same_bits
-from test_contract_by_isa import python, runs_here
+from test_contract_by_isa import runs_here
 
 from lowtri.kernels.isa import ALL, PERMISSION
 from lowtri.kernels.target import ISA
+from processes import python
 
 SAMPLE = [name for name, job in JOBS.items() if job.function in ("read", "multiply")]
 
@@ -30,5 +31,5 @@ def test_every_function_in_the_library_is_that_in_memory(isa: str, monkeypatch: 
     monkeypatch.setenv("NUMBA_CPU_NAME", compiled_for.cpu)
     features = ",".join(f"+{feature}" for feature in sorted(compiled_for.features - {PERMISSION}))
     monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases), isa=isa)
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases), timeout=1800, LOWTRI_ISA=isa)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]

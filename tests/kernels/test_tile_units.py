@@ -6,13 +6,14 @@ scores that rise late, of units that end early, and of values that are not finit
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import EPS
-from tile_cases import compare, inputs, results
+from attention_cases import EPS, on_threads
+from gradient_cases import compare, inputs, results
 
 import lowtri
 from lowtri.backends.cpu import launch
@@ -115,14 +116,9 @@ def test_values_that_are_not_finite_in_one_half(tiles: None, d: int, dv: int, pl
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128)])
 @pytest.mark.parametrize("mask", ["causal", "causal & window(50)", "documents(lengths=(70, 131, 99))"])
 def test_two_threads_give_the_same_bits(tiles: None, d: int, dv: int, mask: str) -> None:
-    tensors, before, runs = inputs((300, 300, d, dv)), torch.get_num_threads(), []
+    tensors = inputs((300, 300, d, dv))
     tensors[2][0, 0, 77, 0] = float("inf")
-    try:
-        for count in (1, 2, 2):
-            torch.set_num_threads(count)
-            runs.append(results(tensors, mask, "cpu"))
-    finally:
-        torch.set_num_threads(before)
+    runs = on_threads((1, 2, 2), partial(results, tensors, mask, "cpu"))
     for run in runs[1:]:
         assert all(torch.equal(a.view(torch.int64), b.view(torch.int64)) for a, b in zip(runs[0], run, strict=True))
 

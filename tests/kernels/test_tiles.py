@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import amx_operations  # noqa: F401 - of the emulation
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from amx_emulated import with_tiles
+from attention_cases import on_threads
+from gradient_cases import bf16, compare, inputs, results
 from numba import types
-from tile_cases import bf16, compare, inputs, results
 
 import lowtri
 from lowtri.backends import cpu
@@ -196,13 +198,7 @@ def test_the_log_sum_exp_has_the_precision_of_the_exponential(tiles: None) -> No
 
 @pytest.mark.sweep
 def test_threads_change_nothing_and_pack_each_tile_once(tiles: None) -> None:
-    tensors, before, runs = inputs((200, 200, 64, 64)), torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 2):
-            torch.set_num_threads(count)
-            runs.append(results(tensors, "causal & window(120)", "cpu"))
-    finally:
-        torch.set_num_threads(before)
+    runs = on_threads((1, 2, 2), partial(results, inputs((200, 200, 64, 64)), "causal & window(120)", "cpu"))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 

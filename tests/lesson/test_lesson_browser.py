@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,92 +9,71 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import Browser, Page, chromium
+from browser import Browser
+from lesson_pages import LessonPage, opened
 
 from lowtri.lesson.languages import LANGUAGES, texts
 from lowtri.lesson.page import file_name
-
-if chromium() is None:
-    pytest.skip("no browser: apt-get install chromium", allow_module_level=True)
 
 AXE = Path(__file__).parents[1] / "data" / "axe.min.js"
 WEIGHTS = "[...document.querySelectorAll('#weights tbody tr')].map(r => [...r.querySelectorAll('td')].map(c => Number(c.textContent)))"
 
 
 @pytest.fixture(scope="module")
-def page(browser: Browser, folder: Path) -> Iterator[Page]:
-    page = browser.open_lesson(folder / "lesson-en.html", width=1200)
+def page(browser: Browser, folder: Path) -> Iterator[LessonPage]:
+    page = opened(browser, folder, width=1200)
     yield page
     assert page.problems() == []
 
 
-def reset(page: Page) -> None:
-    page.run("document.querySelector('[data-action=reset]').click()")
-
-
-def click(page: Page, selector: str) -> None:
-    page.run(f"document.querySelector({json.dumps(selector)}).click()")
-
-
-def text(page: Page, selector: str) -> str:
-    return str(page.run(f"document.querySelector({json.dumps(selector)}).textContent"))
-
-
-def weights(page: Page) -> np.ndarray:
+def weights(page: LessonPage) -> np.ndarray:
     return np.asarray(page.run(WEIGHTS))
 
 
-def test_the_switch_and_the_weights(page: Page) -> None:
-    reset(page)
+def test_the_switch_and_the_weights(page: LessonPage) -> None:
+    page.click("[data-action=reset]")
     assert np.allclose(weights(page), [[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]], atol=0.006)
-    click(page, "#mask-switch")
+    page.click("#mask-switch")
     assert np.allclose(
         weights(page), [[0.3573, 0.4011, 0.2416], [0.3410, 0.6047, 0.0542], [0.0722, 0.0320, 0.8959]], atol=0.006
     )
-    click(page, "#mask-switch")
+    page.click("#mask-switch")
     assert weights(page)[0].tolist() == [1, 0, 0]
 
 
-def run_program(page: Page, figure: str) -> dict[str, Any]:
-    code = text(page, f'[data-python="{figure}"] code')
-    names: dict[str, Any] = {}
-    exec(compile(code.replace("print(lowtri.explain(", "steps = (lowtri.explain("), figure, "exec"), names)
-    return names
-
-
 @pytest.mark.parametrize("mask", ["causal", "causal & window(2)", "causal | first(2)", "~causal", "causal - window(1)"])
-def test_typing_and_the_program_agree(mask: str, page: Page) -> None:
-    reset(page)
+def test_typing_and_the_program_agree(mask: str, page: LessonPage) -> None:
+    page.click("[data-action=reset]")
     page.type("sentence", "The black cat <end>")
     page.type("mask-text", mask)
-    steps = run_program(page, "bench")["steps"]
+    steps = page.program("bench")["steps"]
     assert steps.tokens == ("The", "black", "cat", "<end>") and repr(steps.mask)
     assert np.allclose(page.run("Lesson.bench.steps.weights"), steps["weights"].value, rtol=0, atol=1e-6)
     assert np.allclose(page.run("Lesson.bench.steps.output"), steps["output"].value, rtol=0, atol=1e-6)
     assert np.allclose(weights(page), steps["weights"].value, atol=0.0051)
 
 
-def test_a_mask_that_cannot_be_read_keeps_the_last_one(page: Page) -> None:
-    reset(page)
+def test_a_mask_that_cannot_be_read_keeps_the_last_one(page: LessonPage) -> None:
+    page.click("[data-action=reset]")
     page.type("mask-text", "causal & wndow(2)")
-    assert "There is no mask “wndow”" in text(page, "#mask-note")
+    assert "There is no mask “wndow”" in page.text("#mask-note")
     assert weights(page)[0].tolist() == [1, 0, 0]
     assert page.run("document.getElementById('mask-text').getAttribute('aria-invalid')") == "true"
-    assert run_program(page, "bench")["steps"].mask == "causal"
+    assert page.program("bench")["steps"].mask == "causal"
     page.type("mask-text", "full")
-    assert text(page, "#mask-note") == "" and weights(page)[0, 2] > 0
+    assert page.text("#mask-note") == "" and weights(page)[0, 2] > 0
 
 
-def test_links_and_keys(page: Page) -> None:
-    reset(page)
-    page.run('document.querySelector(\'#weights td[data-i="1"][data-j="0"]\').focus()')
+def test_links_and_keys(page: LessonPage) -> None:
+    page.click("[data-action=reset]")
+    page.focus('#weights td[data-i="1"][data-j="0"]')
     page.press("ArrowDown")
     assert page.run("[document.activeElement.dataset.i, document.activeElement.dataset.j]") == ["2", "0"]
     assert page.run("[...document.querySelectorAll('[data-matrix=masked] td.from')].map(c => c.dataset.i)") == ["2"] * 3
-    assert "a3,1" in text(page, ".equation") and "0.0722" in text(page, ".equation")
-    page.run('document.querySelector(\'[data-matrix="scaled"] td[data-i="2"][data-j="1"]\').focus()')
-    assert page.run("document.querySelectorAll('[data-matrix=k] td.from').length") == 2
-    assert "−0.4725" in text(page, ".equation")
+    assert "a3,1" in page.text(".equation") and "0.0722" in page.text(".equation")
+    page.focus('[data-matrix="scaled"] td[data-i="2"][data-j="1"]')
+    assert page.count("[data-matrix=k] td.from") == 2
+    assert "−0.4725" in page.text(".equation")
 
 
 HOSTILE = {
@@ -112,8 +90,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_any_sentence(name: str, page: Page) -> None:
-    reset(page)
+def test_any_sentence(name: str, page: LessonPage) -> None:
+    page.click("[data-action=reset]")
     page.type("sentence", HOSTILE[name])
     n = page.run("Lesson.bench.n")
     assert n == min(256, page.run("Lesson.tokens(document.getElementById('sentence').value).length"))
@@ -122,22 +100,19 @@ def test_any_sentence(name: str, page: Page) -> None:
     if n and n <= 8:
         assert np.allclose(found.sum(1), 1, atol=0.05)
     assert page.run("document.querySelector('.overview').hidden") == (n <= page.run("Lesson.bench.shown"))
-    assert (
-        page.run("document.title") == texts("en")["title"]
-        and page.run("document.querySelectorAll('#bench img').length") == 0
-    )
+    assert page.run("document.title") == texts("en")["title"] and page.count("#bench img") == 0
     assert page.run("document.documentElement.scrollWidth") <= 1200
     if name == "empty":
-        assert "No words yet" in text(page, "#sentence-note")
+        assert "No words yet" in page.text("#sentence-note")
     if name == "200 tokens":
-        assert "40000" in text(page, "[data-note=view]")
-        assert run_program(page, "bench")["steps"]["weights"].value.shape == (200, 200)
-    reset(page)
+        assert "40000" in page.text("[data-note=view]")
+        assert page.program("bench")["steps"]["weights"].value.shape == (200, 200)
+    page.click("[data-action=reset]")
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_language_renders_and_fits_a_phone(language: str, browser: Browser, folder: Path) -> None:
-    page = browser.open_lesson(folder / file_name(language), width=390, dark=True)
+    page = opened(browser, folder, language, width=390, dark=True)
     assert page.problems() == []
     assert page.run("document.documentElement.scrollWidth") == 390
     empty = "[...document.querySelectorAll('main > section')].filter(s => s.getBoundingClientRect().height < 120).map(s => s.id)"
@@ -149,7 +124,7 @@ def test_every_language_renders_and_fits_a_phone(language: str, browser: Browser
     )
     assert page.run(missing) is None, "a text without its key"
     assert not re.search(r"\{\w+\}", str(page.run("document.querySelector('main').innerText")))
-    assert page.run("document.querySelectorAll('#weights tbody td').length") == 9
+    assert page.count("#weights tbody td") == 9
     page.close()
 
 
@@ -158,7 +133,7 @@ def test_every_language_renders_and_fits_a_phone(language: str, browser: Browser
 @pytest.mark.parametrize("width", [390, 820, 1440])
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_accessible_in_every_language(language: str, width: int, dark: bool, browser: Browser, folder: Path) -> None:
-    page = browser.open_lesson(folder / file_name(language), width=width, dark=dark)
+    page = opened(browser, folder, language, width=width, dark=dark)
     page.run(AXE.read_text(encoding="utf-8") + ";0")
     found = page.run(
         "axe.run(document, {resultTypes: ['violations']})"
@@ -172,7 +147,7 @@ def test_accessible_in_every_language(language: str, width: int, dark: bool, bro
 @pytest.mark.sweep
 def test_it_answers_quickly_on_a_slow_machine(browser: Browser, folder: Path, record_property: Any) -> None:
     """Recorded rather than asserted tightly: other programs share the machine."""
-    page = browser.open_lesson(folder / "lesson-en.html", width=390, slower=4)
+    page = opened(browser, folder, width=390, slower=4)
     paint = page.run("performance.getEntriesByName('first-contentful-paint')[0].startTime")
     page.run("document.getElementById('mask-switch').scrollIntoView()")
     press = (
@@ -187,7 +162,7 @@ def test_it_answers_quickly_on_a_slow_machine(browser: Browser, folder: Path, re
 
 
 def test_what_scrolls_has_a_shadow_and_code_keeps_its_lines(browser: Browser, folder: Path) -> None:
-    page = browser.open_lesson(folder / "lesson-en.html", width=390)
+    page = opened(browser, folder, width=390)
     wide = "[...document.querySelectorAll('.python pre, .formula, .arcs, .tablebox')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
     assert page.run(f"{wide}.length") > 0, "something is wider than a telephone"
     assert page.run(f"{wide}.every((e) => getComputedStyle(e).backgroundImage.split('linear-gradient').length === 5)")
@@ -199,7 +174,7 @@ def test_what_scrolls_has_a_shadow_and_code_keeps_its_lines(browser: Browser, fo
 
 def test_on_paper(browser: Browser, folder: Path) -> None:
     """In light colours whatever the screen shows, with every figure; headings stay with what follows; nothing to press."""
-    page = browser.open_lesson(folder / "lesson-en.html", width=760, dark=True, whole=False)
+    page = opened(browser, folder, width=760, dark=True, whole=False)
     page.send("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     assert page.run("getComputedStyle(document.body).backgroundColor") == page.run(
         "(() => { const e = document.createElement('i'); e.style.color = 'var(--paper)'; document.body.append(e);"

@@ -9,17 +9,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from browser import Browser, Page, chromium
+from lesson_pages import LessonPage
 
 from lowtri.lesson.languages import LANGUAGES, assets, texts
 from lowtri.lesson.numbers import models
-from lowtri.lesson.page import write_lesson
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -114,41 +112,11 @@ def test_stories(language: str) -> None:
         assert not unknown, "the page's own sentences use characters that the models have read"
 
 
-if chromium() is None:
-    pytest.skip("no browser: apt-get install chromium", allow_module_level=True)
+def note(page: LessonPage, name: str) -> str:
+    return page.text(f"#live [data-note=live-{name}]")
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    browser = Browser()
-    yield browser
-    browser.close()
-
-
-@pytest.fixture(scope="module", params=LANGUAGES)
-def page(request: pytest.FixtureRequest, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    path = write_lesson(tmp_path_factory.mktemp("live") / "page.html", request.param)
-    page = browser.open_lesson(path, width=1200)
-    page.language = request.param  # type: ignore[attr-defined]
-    yield page
-    assert page.problems() == []
-    page.close()
-
-
-def said(page: Page, key: str, **values: object) -> str:
-    content = texts(page.language)[key]  # type: ignore[attr-defined]
-    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), content)
-
-
-def click(page: Page, selector: str) -> None:
-    page.run(f"document.querySelector({json.dumps(selector)}).click()")
-
-
-def note(page: Page, name: str) -> str:
-    return str(page.run(f"document.querySelector('#live [data-note=live-{name}]').textContent"))
-
-
-def settle(page: Page) -> None:
+def settle(page: LessonPage) -> None:
     """Until each prefix is computed, and what was asked for is written."""
     page.run(
         "(async () => { const n = (x) => document.querySelector(`#live [data-note=live-${x}]`).textContent;"
@@ -157,127 +125,115 @@ def settle(page: Page) -> None:
     )
 
 
-def test_the_two_models_and_the_mask(page: Page) -> None:
+def test_the_two_models_and_the_mask(page: LessonPage) -> None:
     n = page.run("Lesson.live.ids.length") - 1
     for model in MASKS:
-        click(page, f"#live [data-model={model}]")
+        page.click(f"#live [data-model={model}]")
         settle(page)
         masked = model == "causal"
         assert page.run("document.getElementById('live-mask').checked") is masked, "as it was trained"
-        assert note(page, "state") == said(page, f"live.{model}.{'on' if masked else 'off'}")
-        assert note(page, "leak") == said(page, "live.leak", changed=0 if masked else n, n=n)
+        assert note(page, "state") == page.said(f"live.{model}.{'on' if masked else 'off'}")
+        assert note(page, "leak") == page.said("live.leak", changed=0 if masked else n, n=n)
         same = note(page, "atonce") == note(page, "stepwise")
         assert same is masked, "all at once and one at a time agree under the mask alone"
-        peeks = page.run("document.querySelectorAll('#live .thumbs .peeks').length")
-        assert (peeks == 0) is masked and (said(page, "live.peek").split("{")[0] in note(page, "map")) is not masked
-        click(page, "#live-mask")
+        peeks = page.count("#live .thumbs .peeks")
+        assert (peeks == 0) is masked and (page.said("live.peek").split("{")[0] in note(page, "map")) is not masked
+        page.click("#live-mask")
         settle(page)
-        assert note(page, "state") == said(page, f"live.{model}.{'off' if masked else 'on'}")
-    click(page, "#live [data-model=causal]")
+        assert note(page, "state") == page.said(f"live.{model}.{'off' if masked else 'on'}")
+    page.click("#live [data-model=causal]")
 
 
-def test_writing(page: Page) -> None:
+def test_writing(page: LessonPage) -> None:
     value = "document.getElementById('live-text').value"
     own = page.run(value)
-    click(page, "#live [data-live=one]")
+    page.click("#live [data-live=one]")
     assert page.run(f"[...{value}].length") == len(own) + 1 and page.run(value).startswith(own)
-    click(page, "#live [data-live=back]")
+    page.click("#live [data-live=back]")
     assert page.run(value) == own
-    click(page, "#live .next li:nth-of-type(2) button")
+    page.click("#live .next li:nth-of-type(2) button")
     second = page.run(value)
     assert len(second) == len(own) + 1
-    click(page, "#live [data-live=many]")
+    page.click("#live [data-live=many]")
     settle(page)
     written = page.run(value)
     room = page.run("Lesson.live.limit")
     assert len(written) == min(len(second) + 40, room) and written.startswith(second)
-    click(page, "#live [data-place=starts] button:nth-of-type(2)")
-    assert page.run(value) == said(page, "live.begin").split("|")[1]
-    click(page, "#live [data-place=starts] button:nth-of-type(1)")
+    page.click("#live [data-place=starts] button:nth-of-type(2)")
+    assert page.run(value) == page.said("live.begin").split("|")[1]
+    page.click("#live [data-place=starts] button:nth-of-type(1)")
 
 
-def test_temperature(page: Page) -> None:
+def test_temperature(page: LessonPage) -> None:
     first = "parseFloat(document.querySelector('#live .next span').textContent.replace(',', '.'))"
     shares = []
     for degrees in (0.1, 2, 0.5):
-        page.run(
-            f"(() => {{ const e = document.getElementById('live-temperature'); e.value = {degrees};"
-            "e.dispatchEvent(new Event('input')) })()"
-        )
+        page.change("#live-temperature", degrees)
         shares.append(page.run(first))
     assert shares[0] > shares[2] > shares[1], "a low temperature favours the likeliest"
 
 
-def test_all_write_from_the_same_start(page: Page) -> None:
-    click(page, "#live [data-live=both]")
+def test_all_write_from_the_same_start(page: LessonPage) -> None:
+    page.click("#live [data-live=both]")
     page.run(
         "(async () => { for (let i = 0; i < 400; i++) { const all = [...document.querySelectorAll('#live .written pre > span')];"
         "if (all.length === 3 && all.every((s) => [...s.textContent].length >= 35)) return;"
         "await new Promise((done) => setTimeout(done, 25)) } })()"
     )
-    found = page.run("[...document.querySelectorAll('#live .written pre > span')].map((s) => s.textContent)")
+    found = page.texts("#live .written pre > span")
     assert len(found) == 3 and len(set(found)) == 3
-    content = Stories(page.language)  # type: ignore[attr-defined]
+    content = Stories(page.language)
     known, _ = content.text(200_000, seed=1)
     trigrams = [sum(text[i : i + 3] in known for i in range(len(text) - 2)) / (len(text) - 2) for text in found]
     assert trigrams[0] > 0.9 > trigrams[1], "what the copier writes is not text"
 
 
-def test_heads_and_rows_of_the_attention(page: Page) -> None:
+def test_heads_and_rows_of_the_attention(page: LessonPage) -> None:
     """A small picture opens its head, counted from 0 in rows of layers; a row says what its character looks at."""
-    click(page, "#live [data-model=causal]")
+    page.click("#live [data-model=causal]")
     settle(page)
     n = page.run("Lesson.live.map.count")
     heads = page.run("Lesson.live.models.causal.heads")
     places = page.run("[...document.querySelectorAll('#live .thumbs button')].map((b) => b.offsetTop)")
     assert len(set(places[:heads])) == 1 and places[heads] > places[0], "a row of pictures is a layer"
-    click(page, f"#live .thumbs button:nth-of-type({heads + 3})")
-    assert note(page, "map").startswith(said(page, "live.head", l=1, h=2, n=n))
-    assert page.run("document.querySelectorAll('#live .thumbs [aria-pressed=true]').length") == 1
+    page.click(f"#live .thumbs button:nth-of-type({heads + 3})")
+    assert note(page, "map").startswith(page.said("live.head", l=1, h=2, n=n))
+    assert page.count("#live .thumbs [aria-pressed=true]") == 1
     page.run("document.querySelector('#live canvas.map').focus()")
     page.press("ArrowUp")
     place = page.run("Lesson.live.map.from + Lesson.live.map.row")
     weights = page.run(f"[...Lesson.live.out.attention[1][2][{place}]]")
     best = page.run(f"Lesson.shownCharacter(Lesson.live.characters[Lesson.live.ids[{weights.index(max(weights))}]])")
     own = page.run(f"Lesson.shownCharacter(Lesson.live.characters[Lesson.live.ids[{place}]])")
-    assert said(page, "live.row", q=own).split("{list}")[0] + best in note(page, "map")
+    assert page.said("live.row", q=own).split("{list}")[0] + best in note(page, "map")
 
 
-def test_what_the_models_never_read(page: Page) -> None:
-    page.run(
-        "(() => { const e = document.getElementById('live-text'); e.value = 'É☃'; e.dispatchEvent(new Event('input')) })()"
-    )
-    assert note(page, "text") == said(page, "live.unknown", characters="é ☃")
+def test_what_the_models_never_read(page: LessonPage) -> None:
+    page.change("#live-text", "É☃")
+    assert note(page, "text") == page.said("live.unknown", characters="é ☃")
     assert page.run("document.querySelector('#live [data-live=one]').disabled")
-    click(page, "#live [data-place=starts] button:nth-of-type(1)")
-    assert note(page, "text") == said(page, "live.note")
+    page.click("#live [data-place=starts] button:nth-of-type(1)")
+    assert note(page, "text") == page.said("live.note")
 
 
-def test_the_whole_way_opens_into_the_steps(page: Page) -> None:
+def test_the_whole_way_opens_into_the_steps(page: LessonPage) -> None:
     tokens = page.run("Lesson.data.sentences.example.length")
     for stage, shape, walk in (("mask", f"(1, {tokens}, {tokens})", "walk.masked.1"), ("values", "", "walk.output.1")):
-        click(page, f"[data-stage={stage}]")
-        assert shape in page.run("document.querySelector('#flow-figure .shape').textContent")
-        assert page.run("document.querySelector('#flow-figure .says').textContent") in re.sub(
-            r"\[[qkvw]:([^\]]+)\]", r"\1", said(page, f"flow.{stage}.p")
-        )
-        click(page, "#flow-figure [data-action=open]")
-        assert page.run("document.querySelector('[data-note=walk]').textContent") == said(page, walk)
-    click(page, "[data-walk=start]")
-    click(page, "[data-stage=words]")
+        page.click(f"[data-stage={stage}]")
+        assert shape in page.text("#flow-figure .shape")
+        assert page.text("#flow-figure .says") in re.sub(r"\[[qkvw]:([^\]]+)\]", r"\1", page.said(f"flow.{stage}.p"))
+        page.click("#flow-figure [data-action=open]")
+        assert page.text("[data-note=walk]") == page.said(walk)
+    page.click("[data-walk=start]")
+    page.click("[data-stage=words]")
     assert page.run("document.querySelector('#flow-figure [data-action=open]').hidden")
 
 
-def test_the_shapes_are_those_of_the_program(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shapes_are_those_of_the_program(page: LessonPage, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in (("b", 3), ("h", 4), ("t", 6), ("d", 3)):
-        page.run(
-            f"(() => {{ const e = document.getElementById('shapes-{name}'); e.value = {value};"
-            "e.dispatchEvent(new Event('input')) })()"
-        )
-    exec(page.run("document.querySelector('[data-python=shapes] code').textContent"), {})
+        page.change(f"#shapes-{name}", value)
+    exec(page.text("[data-python=shapes] code"), {})
     printed = re.findall(r"\([\d, ]+\)", capsys.readouterr().out)
-    shown = page.run("[...document.querySelectorAll('#shapes-figure .stack code')].map((c) => c.textContent)")
+    shown = page.texts("#shapes-figure .stack code")
     assert printed == ["(1, 1, 6, 6)", "(3, 4, 6, 6)", "(3, 4, 6, 3)"] == shown[2:]
-    assert page.run("document.querySelector('#shapes-figure .says').textContent") == said(
-        page, "shapes.says", t=6, n=12
-    )
+    assert page.text("#shapes-figure .says") == page.said("shapes.says", t=6, n=12)

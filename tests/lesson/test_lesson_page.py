@@ -20,23 +20,8 @@ from lowtri.lesson.languages import LANGUAGES, markup, texts
 from lowtri.lesson.page import file_name, lesson_page, programs, write_lesson
 
 SECTIONS = (
-    *(
-        "why",
-        "matrix",
-        "flow",
-        "steps",
-        "shapes",
-        "pair",
-        "forcing",
-        "kin",
-        "recurrent",
-        "without",
-        "forms",
-        "models",
-        "cache",
-        "patterns",
-    ),
-    *("traps", "gallery", "quiz", "references"),
+    *("why", "matrix", "flow", "steps", "shapes", "pair", "forcing", "kin", "recurrent", "without", "forms"),
+    *("models", "cache", "patterns", "traps", "gallery", "quiz", "references"),
 )
 
 

@@ -43,22 +43,10 @@ def logits_with_rounding(model, ids):
 def llama_of(model):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    c = model.config
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
-            num_hidden_layers=c.num_hidden_layers,
-            num_attention_heads=c.num_attention_heads,
-            num_key_value_heads=c.num_key_value_heads,
-            head_dim=c.head_dim,
-            max_position_embeddings=c.max_position_embeddings,
-            rms_norm_eps=c.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-            tie_word_embeddings=c.tie_word_embeddings,
-        )
-    )
+    same = [*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
+    sizes = {name: getattr(model.config, name) for name in same}
+    rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope))
     llama.load_state_dict(model.state_dict(), strict=True)
     return llama.eval()
 
@@ -88,9 +76,8 @@ def test_gradients_are_those_of_llama():
     llama(ids).logits.logsumexp(-1).sum().backward()
     theirs = dict(llama.named_parameters())
     for name, weight in model.named_parameters():
-        assert torch.allclose(weight.grad, theirs[name].grad, rtol=1e-5, atol=1e-5 * float(weight.grad.abs().max())), (
-            name
-        )
+        size = float(weight.grad.abs().max())
+        assert torch.allclose(weight.grad, theirs[name].grad, rtol=1e-5, atol=1e-5 * size), name
 
 
 @pytest.mark.parametrize(
@@ -108,47 +95,6 @@ def test_a_cache_changes_nothing(mask, chunks):
         assert (torch.cat(parts, 1) - expected).abs().max() <= limit
 
 
-def test_a_cache_attends_at_the_default_positions_where_they_are_its_own(monkeypatch):
-    """Keys at 0 .. S-1, the new ones last, is what attention assumes by itself; anything else is told."""
-    from lowtri.generation import cache as generation_cache
-
-    told, attend = [], generation_cache.attention_over_cache
-
-    def watched(*inputs):
-        told.append(inputs[-1].q is not None)
-        return attend(*inputs)
-
-    monkeypatch.setattr(generation_cache, "attention_over_cache", watched)
-
-    def says(model, places=None, rows=1, crop=None):
-        cache, ids = model.make_cache(rows), ids_of((rows, 80))[:, :60]
-        with torch.no_grad():
-            model(ids[:, :8], cache=cache, positions=places)
-            if crop is not None:
-                cache.crop(crop)
-            told.clear()
-            last = [model(ids[:, t : t + 1], cache=cache) for t in range(8, 40)][-1]
-        return set(told), last
-
-    assert says(decoder())[0] == {False}
-    assert says(decoder(), rows=2)[0] == {False}
-    assert says(decoder(), crop=3)[0] == {False}
-    assert says(decoder(), np.arange(2, 10))[0] == {True}
-    assert says(decoder(), np.array([[-1, 0, 1, 2, 3, 4, 5, 6]]))[0] == {True}
-    assert says(decoder(max_position_embeddings=500), np.arange(8) * 2)[0] == {True}
-    ring = decoder(mask="causal & window(4)")
-    cache = lowtri.KVCache(ring.mask, block=4)
-    with torch.no_grad():
-        parts = []
-        for t in range(40):
-            told.clear()
-            parts.append(ring(ids_of((1, 40))[:, t : t + 1], cache=cache))
-            assert set(told) == {cache.evicted > 0}
-        assert cache.evicted > 20, "a ring"
-        expected, limit = logits_with_rounding(ring, ids_of((1, 40)))
-        assert (torch.cat(parts, 1) - expected).abs().max() <= limit
-
-
 def test_prompts_of_different_lengths_share_a_batch():
     model, lengths = decoder(num_key_value_heads=2, mask="causal & window(6)"), [9, 3, 6]
     rows = [ids_of((n + 8,), seed=n) for n in lengths]
@@ -161,11 +107,8 @@ def test_prompts_of_different_lengths_share_a_batch():
     with torch.no_grad():
         found = [model(ids, positions=places, cache=cache)[:, -1]]
         for t in range(8):
-            found.append(
-                model(torch.stack([row[n + t] for row, n in zip(rows, lengths, strict=True)])[:, None], cache=cache)[
-                    :, 0
-                ]
-            )
+            ids = torch.stack([row[n + t] for row, n in zip(rows, lengths, strict=True)])
+            found.append(model(ids[:, None], cache=cache)[:, 0])
         for b, n in enumerate(lengths):
             alone, limit = logits_with_rounding(model, rows[b][None])
             for t in range(9):
@@ -188,9 +131,8 @@ def test_packed_documents_do_not_see_one_another():
 
 def test_a_mask_for_each_head():
     model = decoder(mask="heads([causal, causal & window(2), causal & window(3), causal])")
-    ids, cache = ids_of((2, 10)), None
+    ids, cache = ids_of((2, 10)), model.make_cache(2)
     with torch.no_grad():
-        cache = model.make_cache(2)
         steps = torch.cat([model(ids[:, t : t + 1], cache=cache) for t in range(10)], 1)
         expected, limit = logits_with_rounding(model, ids)
         assert (steps - expected).abs().max() <= limit
@@ -267,26 +209,37 @@ def test_the_mask_of_a_config_is_text():
         DecoderConfig(**SIZES, mask=lowtri.keys([True, False]))  # holds an array: no file could keep it
 
 
-def test_calls_that_do_not_fit_are_refused():
-    model = decoder(max_position_embeddings=8)
-    with pytest.raises(CallError, match=r"the last position is 8, but the context has 8 positions \(0 .. 7\)"):
-        model(ids_of((1, 9)))
-    with pytest.raises(CallError, match="Fix: keep the last 8 ids, or a model with a larger max_position_embeddings"):
-        model(ids_of((1, 2)), positions=[7, 8])
+def full_cache(model):
     cache = model.make_cache()
     model(ids_of((1, 8)), cache=cache)
-    with pytest.raises(CallError, match="the last position is 8"):
-        model(ids_of((1, 1)), cache=cache)
-    with pytest.raises(CallError, match=r"ids are \(3,\) torch.int64; expected \(B, N\) int64.\nFix: ids\[None\]"):
-        model(ids_of((3,)))
-    with pytest.raises(CallError, match="ids reach from 5 to 61, but the vocabulary has"):
-        model(torch.tensor([[5, 61]]))
-    with pytest.raises(CallError, match=r"mask full .* causal.\nFix: make_cache\(batch_size, mask="):
-        model(ids_of((1, 1)), cache=model.make_cache(), mask="full")
-    with pytest.raises(CallError, match="batch_size is 0"):
-        model.make_cache(0)
-    with pytest.raises(CallError, match=r"batch_size is 3, and the mask .* has batch \(2,\)"):
-        model.make_cache(3, mask=lowtri.keys([[True], [False]]))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: m(ids_of((1, 9))), r"the last position is 8, but the context has 8 positions \(0 .. 7\)"),
+        (
+            lambda m: m(ids_of((1, 2)), positions=[7, 8]),
+            "Fix: keep the last 8 ids, or a model with a larger max_position_",
+        ),
+        (lambda m: m(ids_of((1, 1)), cache=full_cache(m)), "the last position is 8"),
+        (lambda m: m(ids_of((3,))), r"ids are \(3,\) torch.int64; expected \(B, N\) int64.\nFix: ids\[None\]"),
+        (lambda m: m(torch.tensor([[5, 61]])), "ids reach from 5 to 61, but the vocabulary has"),
+        (
+            lambda m: m(ids_of((1, 1)), cache=m.make_cache(), mask="full"),
+            r"mask full .* causal.\nFix: make_cache\(batch_",
+        ),
+        (lambda m: m.make_cache(0), "batch_size is 0"),
+        (
+            lambda m: m.make_cache(3, mask=lowtri.keys([[True], [False]])),
+            r"batch_size is 3, and the mask .* has batch \(2,",
+        ),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused(call, words):
+    with pytest.raises(CallError, match=words):
+        call(decoder(max_position_embeddings=8))
 
 
 def test_a_model_made_on_the_meta_device_is_initialised_like_any_other() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -117,19 +119,18 @@ def test_it_trains_in_the_training_loop(model: RecurrentLM) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_invalid_arguments_are_refused() -> None:
-    with pytest.raises(CallError, match="cell is 'qrnn'; expected one of lstm, gru, rnn"):
-        RecurrentLM(30, 16, cell="qrnn")
-    with pytest.raises(CallError, match="hidden_size is 0; it is a whole number, at least 1"):
-        RecurrentLM(30, 0)
-    model = RecurrentLM(30, 16)
-    with pytest.raises(CallError, match=r"ids are \(5,\) torch.int64; expected \(B, N\) int64"):
-        model(some_ids(5))
-    with pytest.raises(CallError, match=r"ids have 2 rows, .* 1. Fix: make_cache\(2\)"):
-        model(some_ids(2, 5), cache=model.make_cache(1))
-    with pytest.raises(CallError, match="cannot follow the mask"):
-        model(some_ids(2, 5), mask="causal & window(2)")
-    with pytest.raises(CallError, match="at least 1"):
-        model.make_cache(0)
-    with pytest.raises(CallError, match="make_cache: the mask is full"):
-        model.make_cache(1, mask="full")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: RecurrentLM(30, 16, cell="qrnn"), "cell is 'qrnn'; expected one of lstm, gru, rnn"),
+        (lambda m: RecurrentLM(30, 0), "hidden_size is 0; it is a whole number, at least 1"),
+        (lambda m: m(some_ids(5)), r"ids are \(5,\) torch.int64; expected \(B, N\) int64"),
+        (lambda m: m(some_ids(2, 5), cache=m.make_cache(1)), r"ids have 2 rows, .* 1. Fix: make_cache\(2\)"),
+        (lambda m: m(some_ids(2, 5), mask="causal & window(2)"), "cannot follow the mask"),
+        (lambda m: m.make_cache(0), "at least 1"),
+        (lambda m: m.make_cache(1, mask="full"), "make_cache: the mask is full"),
+    ],
+)
+def test_invalid_arguments_are_refused(call: Any, words: str) -> None:
+    with pytest.raises(CallError, match=words):
+        call(RecurrentLM(30, 16))

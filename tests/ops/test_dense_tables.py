@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtri
 from lowtri.masks import Mask, causal, full, window
 from lowtri.masks.array_masks import Keys, Table
-from lowtri.masks.plan import plan
 from lowtri.ops import dense_tables
 from lowtri.ops.dense_tables import ReadTable, lowest_number, read_bools, read_numbers
 
@@ -147,17 +146,6 @@ def test_a_row_of_lowest_numbers_alone_keeps_its_keys() -> None:
     assert counts[3:7].tolist() == [15, 0, 7, 20]
 
 
-def test_what_changes_in_place_is_read_again() -> None:
-    table = torch.ones(1, 1, 20, 20, dtype=torch.bool)
-    numbers = torch.zeros(1, 1, 20, 20)
-    assert read_bools(table, 20, 20) == full() and read_numbers(numbers, 20, 20) == ReadTable(full(), False)
-    table.numpy()[..., 1:] = False
-    numbers.numpy()[..., 1:] = -np.inf
-    changed, read = read_bools(table, 20, 20), read_numbers(numbers, 20, 20, always=True)
-    assert changed is not None and read is not None
-    assert pairs_of(changed, 20, 20).sum() == pairs_of(read.mask, 20, 20).sum() == 20
-
-
 def test_equal_tables_are_one_mask_of_its_own_memory() -> None:
     source = torch.Generator().manual_seed(0)
     table = torch.rand(1, 1, 50, 50, generator=source) < 0.5
@@ -240,18 +228,3 @@ def test_threads_read_different_tables() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-@settings(max_examples=30)
-@given(st.integers(1, 150), st.integers(1, 300), st.integers(0, 9), st.sampled_from([0.0, 0.02, 0.5, 0.98, 1.0]))
-def test_the_plan_of_a_table_has_its_pairs(nq: int, nk: int, seed: int, share: float) -> None:
-    visible = np.random.default_rng(seed).random((nq, nk)) < share
-    visible[:, : nk // 2] = share > 0.5  # tiles that are full or empty
-    start = max(nk - nq, 0)
-    q, k = np.arange(start, start + nq), np.arange(nk)
-    mask = lowtri.table(visible)
-    assert np.array_equal(plan(mask, q, k).dense(), visible)
-    assert np.array_equal(plan(mask, q[nq // 3 :], k[nk // 3 :]).dense(), visible[nq // 3 :, nk // 3 :])
-    assert np.array_equal(plan(mask, q[::-1], k).dense(), visible[::-1])
-    half = np.where(k % 2, k, -1)
-    assert np.array_equal(plan(mask, q, half).dense(), visible & (half >= 0))

@@ -59,9 +59,8 @@ CASES = [("cpu", mask, "table by row") for mask in MASKS] + [(e, "causal", name)
 def test_it_is_the_dense_bias_forward_and_backward(engine, mask, name, nq, nk):
     kind, dtype = name.split()[0], torch.float32
     exact = [draw(2, 4, nq, 32), draw(2, 2, nk, 32, seed=1), draw(2, 2, nk, 32, seed=2)]
-    exact.append(
-        0.1 * draw(*VALUES[name], seed=3)
-    )  # scores up to about 30, whose float32 is near the precision of the others
+    # Scores up to about 30, whose float32 is near the precision of the others.
+    exact.append(0.1 * draw(*VALUES[name], seed=3))
     exact = [x.to(dtype).double().requires_grad_() for x in exact]
     found = [x.detach().to(dtype).requires_grad_() for x in exact]
     cotangent = draw(2, 4, nq, 32, seed=4)
@@ -102,22 +101,17 @@ def test_positions_in_any_order_and_padding(name):
     generator = np.random.default_rng(0)
     k_positions = np.stack([generator.permutation(20), np.concatenate([np.full(5, -1), np.arange(15)])])
     q_positions = np.array([[18, 19, 7], [-1, 13, 14]])
-    q, k, v, values = (
-        draw(2, 4, 3, 8),
-        draw(2, 2, 20, 8, seed=1),
-        draw(2, 2, 20, 8, seed=2),
-        draw(*VALUES[name], seed=3),
-    )
+    q, values = draw(2, 4, 3, 8), draw(*VALUES[name], seed=3)
+    k, v = (draw(2, 2, 20, 8, seed=seed) for seed in (1, 2))
     k[1, :, :5] = torch.nan  # padding leaves no trace
     at = {"q_positions": q_positions, "k_positions": k_positions}
     expected = lowtri.attention(q, k, v, "causal", bias=dense(name, values, q_positions, k_positions), **at)
     for engine in ("auto", "formula", "reference"):
         output = lowtri.attention(q, k, v, "causal", bias=MAKE[name](values), **at, engine=engine)
         assert torch.allclose(output, expected, rtol=1e-12, atol=1e-12)
-        array = lowtri.attention(
-            q.numpy(), k.numpy(), v.numpy(), "causal", bias=MAKE[name](values.numpy()), **at, engine=engine
-        )
-        assert near(array, expected.numpy(), "float64", times=64)
+        arrays = (x.numpy() for x in (q, k, v))
+        found = lowtri.attention(*arrays, "causal", bias=MAKE[name](values.numpy()), **at, engine=engine)
+        assert near(found, expected.numpy(), "float64", times=64)
     with pytest.raises(EngineError, match="consecutive positions only"):
         lowtri.attention(q, k, v, "causal", bias=MAKE[name](values), **at, engine="cpu")
 
@@ -126,11 +120,9 @@ def test_step_by_step_is_the_whole():
     q, k, v = (draw(2, 40, 16, seed=s, dtype=torch.float32) for s in range(3))
     bias = lowtri.alibi(torch.tensor([0.3, 0.7]))
     whole = lowtri.attention(q, k, v, "causal & window(9)", bias=bias)
-    steps = [
-        lowtri.attention(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1], "causal & window(9)", bias=bias)
-        for t in range(40)
-    ]
-    assert torch.allclose(torch.cat(steps, 1), whole, atol=1e-5)
+    for t in range(40):
+        step = lowtri.attention(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1], "causal & window(9)", bias=bias)
+        assert torch.allclose(step, whole[:, t : t + 1], atol=1e-5)
 
 
 def test_one_number_is_stored_for_each_distance_and_prepared_calls_take_new_values():
@@ -180,30 +172,30 @@ def test_gradients_of_gradients():
     assert torch.autograd.gradgradcheck(f, (q, table))
 
 
-def test_what_cannot_be_and_who_declines():
-    x = torch.zeros(1, 2, 3, 4)
-    for function, words in (
-        (lambda: lowtri.alibi([1.0]), "alibi: slopes: got list. Fix: a NumPy array or torch tensor of floats"),
-        (lambda: lowtri.alibi(array("f", [1.0])), r"alibi: slopes: got array\.array\. Fix: a NumPy array"),
-        (lambda: lowtri.distance_bias(torch.ones(2, 0)), r"distance_bias: table: got torch.float32 \(2, 0\)\. Fix:"),
-        *(
-            (
-                lambda first=first: lowtri.distance_bias(torch.ones(3), first),
-                f"distance_bias: first is {first!r}, but a",
-            )
-            for first in (1.9, "3", float("nan"))
-        ),
-        (
-            lambda: lowtri.attention(x, x, x, "causal", bias=lowtri.alibi(torch.ones(3))),
-            "bias is .* does not broadcast",
-        ),
-        (lambda: lowtri.attention(x, x, x, "causal", bias=lowtri.alibi(np.ones(2))), "Fix: pass all of one kind"),
-        (
-            lambda: lowtri.attention(x, x, x, "full", bias=lowtri.alibi(torch.ones(2)), q_positions=[0, 1, 2**40]),
-            r"bias has 1,099,511,627,779 distances.*\nFix: positions",
-        ),
-    ):
-        with pytest.raises(CallError, match=words):
-            function()
-    choice = lowtri.which_engine(x, x, x, "causal", bias=lowtri.alibi(torch.ones(2)))
+Z = torch.zeros(1, 2, 3, 4)
+FLOATS = r"Fix: a NumPy array or torch tensor of floats"
+ERRORS = [
+    (lambda: lowtri.alibi([1.0]), f"alibi: slopes: got list. {FLOATS}"),
+    (lambda: lowtri.alibi(array("f", [1.0])), r"alibi: slopes: got array\.array\. Fix: a NumPy array"),
+    (lambda: lowtri.distance_bias(torch.ones(2, 0)), r"distance_bias: table: got torch.float32 \(2, 0\)\. Fix:"),
+    (lambda: lowtri.distance_bias(torch.ones(3), 1.9), "distance_bias: first is 1.9, but a"),
+    (lambda: lowtri.distance_bias(torch.ones(3), "3"), "distance_bias: first is '3', but a"),
+    (lambda: lowtri.distance_bias(torch.ones(3), float("nan")), "distance_bias: first is nan, but a"),
+    (lambda: lowtri.attention(Z, Z, Z, "causal", bias=lowtri.alibi(torch.ones(3))), "bias is .* does not broadcast"),
+    (lambda: lowtri.attention(Z, Z, Z, "causal", bias=lowtri.alibi(np.ones(2))), "Fix: pass all of one kind"),
+    (
+        lambda: lowtri.attention(Z, Z, Z, "full", bias=lowtri.alibi(torch.ones(2)), q_positions=[0, 1, 2**40]),
+        r"bias has 1,099,511,627,779 distances.*\nFix: positions",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), ERRORS, ids=[words[:40] for _, words in ERRORS])
+def test_what_cannot_be(call, words):
+    with pytest.raises(CallError, match=words):
+        call()
+
+
+def test_torch_declines():
+    choice = lowtri.which_engine(Z, Z, Z, "causal", bias=lowtri.alibi(torch.ones(2)))
     assert "bias of all pairs" in choice.answers["sdpa"]

@@ -83,24 +83,27 @@ def test_sizes_of_modules(name: str, x: int) -> None:
         MODULES[name](x)
 
 
-def test_the_words_about_a_cache() -> None:
-    with pytest.raises(
-        CallError, match=r"capacity is 4611686018427387904; it counts tokens, from 0 to 2\*\*28\.\nFix: capacity=0"
-    ):
-        KVCache(capacity=2**62)
-    with pytest.raises(
-        CallError, match=r"block is 9223372036854775808; it counts tokens, from 1 to 2\*\*28\.\nFix: block=64"
-    ):
-        KVCache(block=2**63)
-    with pytest.raises(
-        CallError, match=r"rewind is 'a'; it counts tokens, from 0 to 2\*\*62\.\nFix: rewind=the length"
-    ):
-        KVCache(rewind="a")  # type: ignore[arg-type]
-    wide = X[:, :1, :1].expand(1, 2**20, 1, 8)
-    with pytest.raises(
-        CallError, match=r"slots in keys or values .* take .* GiB, which could not be allocated\.\nFix: a"
-    ):
-        KVCache(capacity=2**28).append(wide, wide)
+WIDE = X[:, :1, :1].expand(1, 2**20, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: KVCache(capacity=2**62),
+            rf"capacity is {2**62}; it counts tokens, from 0 to 2\*\*28\.\nFix: capacity=0",
+        ),
+        (lambda: KVCache(block=2**63), rf"block is {2**63}; it counts tokens, from 1 to 2\*\*28\.\nFix: block=64"),
+        (lambda: KVCache(rewind="a"), r"rewind is 'a'; it counts tokens, from 0 to 2\*\*62\.\nFix: rewind=the length"),
+        (
+            lambda: KVCache(capacity=2**28).append(WIDE, WIDE),
+            r"slots in keys or values .* take .* GiB, which could not be allocated\.\nFix: a",
+        ),
+    ],
+)
+def test_the_words_about_a_cache(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(CallError, match=words):
+        call()
 
 
 def test_the_last_positions() -> None:

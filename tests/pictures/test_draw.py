@@ -6,13 +6,13 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +37,7 @@ from lowtri.masks import (
 from lowtri.pictures.grids import MAX_CELLS
 from lowtri.pictures.labels import display_width, shortened, split
 from lowtri.pictures.masks import MAX_PANELS, cells_of, draw, picture_size, svg
+from lowtri.showing import show
 
 # Text.
 
@@ -95,15 +96,8 @@ def test_cross_attention_has_two_kinds_of_tokens() -> None:
 
 
 def test_batch_rows_and_heads_one_after_the_other() -> None:
-    assert documents([[0, 0], [0, 1]]).draw(2).splitlines() == [
-        "batch row 0",
-        "██",
-        "██",
-        "",
-        "batch row 1",
-        "█·",
-        "·█",
-    ]
+    rows = documents([[0, 0], [0, 1]]).draw(2)
+    assert rows == "batch row 0\n██\n██\n\nbatch row 1\n█·\n·█"
     assert heads([full(), causal()]).draw(2).splitlines() == ["head 0", "██", "██", "", "head 1", "█·", "██"]
     both = heads([full(), causal()]) & keys(lengths=[1, 2])
     assert both.draw(2).splitlines()[-3:] == ["batch row 1, head 1", "█·", "██"]
@@ -183,17 +177,6 @@ def test_unprintable_tokens_are_written_out() -> None:
         (lambda: full().draw(2, titles=["a", "b"]), "draw: got 2 titles; expected one for each of 1 masks"),
         (lambda: full().draw(2, beside=np.ones((2, 2), bool)), "beside: got a bare ndarray"),
         (lambda: keys(lengths=[1, 2]).draw(2, beside=keys(lengths=[1, 2, 3])), "do not fit together"),
-        (
-            lambda: svg(causal(), 2, weights=np.ones((2, 3))),
-            "weights have shape (2, 3), but the picture has (2, 2) pairs",
-        ),
-        (lambda: svg(causal(), 2, weights=[[1, 2], [0, 1]]), "weights lie between 0 and 1, but some of these do not"),
-        (
-            lambda: svg(causal(), 1, weights=[["a"]]),
-            "draw: weights are <U1, but expected real numbers, (1, 1). Fix: pass",
-        ),
-        (lambda: svg(causal(), 65, weights=np.ones((65, 65))), "weights of 65 x 65 pairs: a picture has at most 64"),
-        (lambda: svg(keys(lengths=[1, 1, 1]), 1, weights=np.ones((2, 1, 1))), "weights have no batch row or head 2"),
     ],
 )
 def test_errors(act, words: str) -> None:
@@ -203,23 +186,11 @@ def test_errors(act, words: str) -> None:
 
 
 def test_the_added_matrix_as_text_and_latex() -> None:
-    assert (causal() & window(2)).draw(3, numbers=True).splitlines() == [
-        "   0  -inf  -inf",
-        "   0     0  -inf",
-        "-inf     0     0",
-    ]
-    assert [line.split() for line in causal().draw(2, tokens="a b", numbers=True).splitlines()] == [
-        ["a", "b"],
-        ["a", "0", "-inf"],
-        ["b", "0", "0"],
-    ]
-    assert causal().draw(3, latex=True) == (
-        "\\left[\\begin{array}{rrr}\n"
-        "  0 & -\\infty & -\\infty \\\\\n"
-        "  0 & 0 & -\\infty \\\\\n"
-        "  0 & 0 & 0\n"
-        "\\end{array}\\right]"
-    )
+    named = causal().draw(2, tokens="a b", numbers=True)
+    assert [line.split() for line in named.splitlines()] == [["a", "b"], ["a", "0", "-inf"], ["b", "0", "0"]]
+    assert causal().draw(2, numbers=True) == "0  -inf\n0     0"
+    rows = "  0 & -\\infty & -\\infty \\\\\n  0 & 0 & -\\infty \\\\\n  0 & 0 & 0\n"
+    assert causal().draw(3, latex=True) == f"\\left[\\begin{{array}}{{rrr}}\n{rows}\\end{{array}}\\right]"
     assert full().draw(2, beside=causal(), latex=True).count("array") == 4
     assert "\\quad" in full().draw(2, beside=causal(), latex=True)
     heads_text = heads([full(), causal()]).draw(2, latex=True)
@@ -254,10 +225,9 @@ def test_the_command_prints_the_matrix(capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_no_label_reorders_or_breaks_a_picture(c: str) -> None:
     label = f"a{c}b"
-    for text in (svg(causal(), 1, tokens=[label], titles=[label]), draw(causal(), 1, tokens=[label], titles=[label])):
-        assert c not in text and text.count("a" + c.encode("unicode_escape").decode() + "b") == (
-            4 if "<svg" in text else 3
-        )
+    for make, times in ((svg, 4), (draw, 3)):
+        text = make(causal(), 1, tokens=[label], titles=[label])
+        assert c not in text and text.count("a" + c.encode("unicode_escape").decode() + "b") == times
         text.encode("utf-8")
 
 
@@ -285,18 +255,9 @@ SPACE = "{http://www.w3.org/2000/svg}"
 
 def cells(text: str, fill: str) -> int:
     """How many cells have this fill; neighbours are one rectangle, so widths are counted."""
-    cells_of_fill = [
-        r
-        for r in ET.fromstring(text).iter(f"{SPACE}rect")
-        if fill in ET.tostring(r, "unicode") and "stroke" not in r.attrib
-    ]
-    return round(
-        sum(
-            float(r.get("width", "0")) / float(r.get("height", "1"))
-            for r in cells_of_fill
-            if "%" not in r.get("width", "")
-        )
-    )
+    rectangles = [r for r in ET.fromstring(text).iter(f"{SPACE}rect") if fill in ET.tostring(r, "unicode")]
+    cells = [r for r in rectangles if "stroke" not in r.attrib and "%" not in r.get("width", "")]
+    return round(sum(float(r.get("width", "0")) / float(r.get("height", "1")) for r in cells))
 
 
 def test_svg_shows_every_cell() -> None:
@@ -332,11 +293,6 @@ def class_and_fill(node: ET.Element) -> tuple[str | None, ...]:
     [
         (lambda: svg(causal(), 4), ["may see", "hidden"]),
         (lambda: svg(causal(), 100), ["may see", "partly", "hidden"]),
-        (lambda: svg(causal(), 2, weights=np.eye(2)), ["weight 1", "weight 0.5", "weight 0", "hidden"]),
-        (
-            lambda: svg(causal(), 2, weights=np.eye(2), beside="full"),
-            ["may see or weight 1", "weight 0.5", "weight 0", "hidden"],
-        ),
     ],
 )
 def test_svg_legend_has_the_colours_that_are_drawn(make: Any, names: list[str]) -> None:
@@ -378,21 +334,9 @@ def test_the_picture_in_the_documentation_is_up_to_date() -> None:
     assert (Path(__file__).parents[2] / "docs" / "who-sees-whom.svg").read_text(encoding="utf-8") == text
 
 
-def test_svg_distinguishes_hidden_from_weight_zero() -> None:
-    weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    text = svg(causal(), 2, weights=weights)
-    assert text.count("url(#hidden)") == 2  # a cell and the legend
-    # A cell and the legend; two cells.
-    assert text.count('fill-opacity="0"') == 2 and text.count('fill-opacity="1"') == 2
-    assert "weight 0" in text and "hidden" in text
-
-
-def test_svg_of_batches_shows_each_with_its_weights() -> None:
-    weights = np.zeros((2, 2, 3, 3))
-    weights[1, 0, 2, 1] = 0.625
-    text = svg(heads([causal(), full()]) & keys(lengths=[3, 2]), 3, weights=weights)
+def test_svg_of_batches_shows_each() -> None:
+    text = svg(heads([causal(), full()]) & keys(lengths=[3, 2]), 3)
     assert text.count("batch row 1, head 0") == 1
-    assert text.count('fill-opacity="0.625"') == 1
     assert "... and 24 more" in svg(keys(lengths=[1] * 40), 2)
 
 
@@ -424,12 +368,16 @@ def test_a_page(tmp_path: Path) -> None:
 def test_pictures_by_matplotlib(suffix: str, magic: bytes, tmp_path: Path) -> None:
     """Every element of the SVG is drawn; dollar signs and markup of labels are letters."""
     path = tmp_path / f"mask.{suffix}"
-    options = {"tokens": ["$x_1$", "<b>", "R&D"], "beside": "full", "weights": np.eye(3)}
-    causal().save(path, 3, **options)
-    first_content = path.read_bytes()
-    assert first_content.startswith(magic) and len(first_content) < 200_000
-    causal().save(path, 3, **options)
-    assert path.read_bytes() == first_content and [p.name for p in tmp_path.iterdir()] == [path.name]
+    labels = ["$x_1$", "<b>", "R&D"]
+    for save in (
+        partial(causal().save, path, 3, tokens=labels, beside="full"),
+        partial(show(np.eye(3), labels, mask="causal").save, path),  # shaded cells
+    ):
+        save()
+        first_content = path.read_bytes()
+        assert first_content.startswith(magic) and len(first_content) < 200_000
+        save()
+        assert path.read_bytes() == first_content and [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 def test_the_raster_picture_has_the_cells_of_the_svg(tmp_path: Path) -> None:
@@ -537,16 +485,13 @@ def test_a_table_is_drawn_whole() -> None:
     bools = np.tril(np.ones((3, 30), bool))
     assert picture_size(table(bools)) == picture_size(window(64) & ~table(bools)) == (3, 30)
     assert str(table(bools)).splitlines()[1:] == ["█" + "·" * 29, "██" + "·" * 28, "███" + "·" * 27]
-    assert svg(table(bools), weights=np.ones((3, 30)) / 30).count("0.0625") > 0
 
 
-def test_tokens_and_weights_say_how_many_positions() -> None:
+def test_tokens_say_how_many_positions() -> None:
     assert draw("causal", tokens="a b c").splitlines()[0].split() == ["a", "b", "c"]
     assert draw("full", tokens="a b c", query_tokens="x y").count("█") == 6
-    assert svg("causal", weights=np.ones((5, 5))) == svg("causal", 5, weights=np.ones((5, 5)))
-    assert window(64).draw(nk=5) == window(64).draw(5) and causal().draw(nk=3, ticks=True) == causal().draw(
-        3, ticks=True
-    )
+    assert window(64).draw(nk=5) == window(64).draw(5)
+    assert causal().draw(nk=3, ticks=True) == causal().draw(3, ticks=True)
 
 
 @pytest.mark.parametrize("options", [[], ["--latex"], ["--numbers"], ["--ticks"], ["--json"]])
@@ -584,11 +529,10 @@ def test_the_command_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_shows_one_row_or_head(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["mask", "heads([causal, full]) & keys(lengths=[1, 2])", "--n", "2", "--batch", "1", "--head", "1"]) == 0
-    )
+    row = ["mask", "heads([causal, full]) & keys(lengths=[1, 2])", "--n", "2", "--batch", "1"]
+    assert main([*row, "--head", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[1:3] == ["██", "██"]
-    assert main(["mask", "heads([causal, full]) & keys(lengths=[1, 2])", "--n", "2", "--batch", "1"]) == 0
+    assert main(row) == 0
     assert "head 1" in capsys.readouterr().out
 
 

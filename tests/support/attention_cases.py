@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -132,3 +133,15 @@ def near(found: Any, exact: Any, dtype: str, *, times: float = 64) -> bool:
     finite = np.abs(exact[np.isfinite(exact)])
     room = times * EPS[dtype] * max(1.0, float(finite.max(initial=0)))
     return bool(np.allclose(found, exact, rtol=0, atol=room, equal_nan=True))
+
+
+def on_threads(counts: tuple[int, ...], compute: Callable[[], Any]) -> list[Any]:
+    """What ``compute`` gives with each number of threads."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            results.append(compute())
+    finally:
+        torch.set_num_threads(before)
+    return results

@@ -132,7 +132,7 @@ def _of_argument(name: str, change: Change) -> Change:
 
     def plant(right: Any) -> Any:
         def wrong(*args: Any) -> Any:
-            return change(right)(*args) if args[-1][1] == name else right(*args)
+            return change(right)(*args) if args[4][1] == name else right(*args)
 
         return wrong
 
@@ -143,7 +143,7 @@ def _of_argument(name: str, change: Change) -> Change:
     "padding polarity",
     "padding left, 5 queries",
     MULTIHEAD,
-    (torch_nn, "read_table"),
+    (torch_nn, "read_pairs"),
     f"{MULTIHEAD}, bools",
     f"{MULTIHEAD}, floats",
 )
@@ -157,7 +157,7 @@ def _(right: Any) -> Any:
     return _of_argument("key_padding_mask", lambda _: wrong)(right)
 
 
-@fault("padding bias", "bias of keys", MULTIHEAD, (torch_nn, "read_table"), f"{MULTIHEAD}, floats")
+@fault("padding bias", "bias of keys", MULTIHEAD, (torch_nn, "read_pairs"), f"{MULTIHEAD}, floats")
 def _(right: Any) -> Any:
     """Numbers in key_padding_mask hide, and are not added."""
 
@@ -168,15 +168,15 @@ def _(right: Any) -> Any:
     return _of_argument("key_padding_mask", lambda _: wrong)(right)
 
 
-@fault("rows and heads", "ALiBi, 5 queries", MULTIHEAD, (torch_nn, "_checked"), f"{MULTIHEAD}, bools")
+@fault("rows and heads", "ALiBi, 5 queries", MULTIHEAD, (torch_nn, "_read_masks"), f"{MULTIHEAD}, bools")
 def _(right: Any) -> Any:
     """The first dimension of a 3-D attn_mask is read as heads times rows."""
 
-    def wrong(masks: Any, sizes: Any, *rest: Any) -> Any:
-        mask, padding = right(masks, sizes, *rest)
-        if mask is not None and mask.ndim == 4:
-            mask = mask.flatten(0, 1).unflatten(0, (sizes[1], sizes[0])).transpose(0, 1)
-        return mask, padding
+    def wrong(pairs: Any, *rest: Any) -> Any:
+        if pairs is not None:
+            rows, heads = pairs.shape[:2]
+            pairs = pairs.flatten(0, 1).unflatten(0, (heads, rows)).transpose(0, 1)
+        return right(pairs, *rest)
 
     return wrong
 
@@ -267,7 +267,7 @@ MASKS = "transformers, mask functions"
 @fault("offset", "one query, 130 keys", "transformers masks", (transformers_masks, "LazyMask"), MASKS)
 def _(right: Any) -> Any:
     """Queries stand at the first keys, also where keys are cached."""
-    return lambda mask, q0, *rest: right(mask, 0, *rest)
+    return lambda mask, q0, *rest, **more: right(mask, 0, *rest, **more)
 
 
 @fault("padding of rows", "padding left, 5 queries", "transformers masks", (transformers_masks, "_keys"), MASKS)
@@ -461,8 +461,8 @@ def _(right: Any) -> Any:
     """The log-sum-exp is one of base 2."""
 
     def wrong(*args: Any) -> Any:
-        output, lse, weights = right(*args)
-        return output, lse / math.log(2), weights
+        output, *others = right(*args)
+        return output, *[x / math.log(2) for x in others[:1]], *others[1:]
 
     return wrong
 
@@ -507,8 +507,9 @@ def _(right: Any) -> Any:
     def wrong(of_q: Any, of_k: Any, total_q: int, total_k: int) -> Any:
         mask, positions = right(of_q, of_k, total_q, total_k)
         if "q_positions" in positions:
-            starts = np.cumsum(np.maximum(np.diff(of_q), np.diff(of_k))) - np.maximum(np.diff(of_q), np.diff(of_k))
-            counted = np.arange(of_q[-1]) + np.repeat(starts - of_q[:-1], np.diff(of_q))
+            lengths = np.maximum(np.diff(of_q), np.diff(of_k))
+            starts = np.cumsum(lengths) - lengths
+            counted = np.arange(of_q[-1]) + np.repeat(starts - np.array(of_q[:-1]), np.diff(of_q))
             positions["q_positions"][: of_q[-1]] = counted
         return mask, positions
 
@@ -518,7 +519,7 @@ def _(right: Any) -> Any:
 @fault("ragged slots", "padding left, 5 queries", CACHE, (functions, "_slot_positions"), f"{CACHE}, ragged")
 def _(right: Any) -> Any:
     """All rows of a cache are as long as the longest."""
-    return lambda nq, nk, starts, ends: right(nq, nk, starts, np.full_like(ends, ends.max(initial=0)))
+    return lambda nq, nk, starts, ends: right(nq, nk, starts, [max(ends) for _ in ends])
 
 
 @fault("ragged rows", "padding left, 5 queries", CACHE, (functions, "_slot_positions"), f"{CACHE}, ragged")
@@ -530,13 +531,13 @@ def _(right: Any) -> Any:
 @fault("left padding", "padding left, 5 queries", CACHE, (functions, "_slot_positions"), f"{CACHE}, left padding")
 def _(right: Any) -> Any:
     """Slots before a row's first one are visible."""
-    return lambda nq, nk, starts, ends: right(nq, nk, np.zeros_like(starts), ends)
+    return lambda nq, nk, starts, ends: right(nq, nk, None, ends)
 
 
 @fault("slot of new tokens", "one query, 130 keys", CACHE, (functions._Slots, "write"), f"{CACHE}, new tokens")
 def _(right: Any) -> Any:
     """New keys are written one slot too early."""
-    return lambda self, lengths, k, v: right(self, (lengths - 1).clamp_min(0), k, v)
+    return lambda self, lengths, k, v: right(self, [max(n - 1, 0) for n in lengths], k, v)
 
 
 @fault("order of pages", "one query, 130 keys", CACHE, (functions._Slots, "read"), f"{CACHE}, pages")
@@ -544,7 +545,7 @@ def _(right: Any) -> Any:
     """Pages are read in the order in which they lie in memory."""
 
     def wrong(self: Any, n: int) -> Any:
-        self.table = self.table.sort(1).values
+        self.table = np.sort(self.table, axis=1)
         return right(self, n)
 
     return wrong
@@ -555,7 +556,7 @@ def _(right: Any) -> Any:
     """cache_batch_idx is ignored."""
 
     def wrong(self: Any, n: int) -> Any:
-        self.table = torch.arange(self.batch)[:, None].expand_as(self.table) if self.table.shape[1] == 1 else self.table
+        self.table = np.arange(self.batch)[:, None]
         return right(self, n)
 
     return wrong
@@ -567,7 +568,7 @@ def _(right: Any) -> Any:
 @fault("offset of rotary", "one query, 130 keys", "rotary", (layers_rotary, "for_rows"), "flash_attn rotary")
 def _(right: Any) -> Any:
     """seqlen_offsets are ignored."""
-    return lambda *args: torch.zeros_like(right(*args))
+    return lambda name, argument, value, rows: [0 for _ in range(rows)]
 
 
 @fault("pairs of rotary", "one query, 130 keys", "rotary", (layers_rotary, "rotate"), "flash_attn rotary")

@@ -12,12 +12,9 @@ import lowtri
 
 
 def is_found(entry: str, case: str) -> bool:
-    """Whether an entry of the matrix differs from the definition in a case, or cannot be called at all."""
+    """Whether an entry of the matrix differs from the definition in a case."""
     options = {**OURS[entry].options, "dtypes": ["float32"], "gradients": False, "cases": [case]}
-    try:
-        return not lowtri.verify(OURS[entry].attend, **options).ok
-    except lowtri.CallError:
-        return True
+    return not lowtri.verify(OURS[entry].attend, **options).ok
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from lowtri.cli.main import main
+from commands import outcome, printed, refused
 
 FILE = """
 import time, torch, lowtri
@@ -39,18 +38,17 @@ def file(tmp_path: Path) -> Path:
 
 def test_exit_codes_and_reports(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--dtypes", "float32", "--cases", "causal"]
-    assert main(["verify", f"{file}:right", "--dtypes", "fp32,bf16", "--cases", "causal"]) == 0
-    assert "right is right: 2 cases agree" in capsys.readouterr().out
-    assert main(["verify", f"{file}:made", *few]) == 0
-    assert "made is right: 1 case agrees" in capsys.readouterr().out
-    assert main(["verify", f"{file}:inverted", *few, "--out", str(tmp_path / "r.html"), "--json"]) == 1
-    said = capsys.readouterr()
-    assert json.loads(said.out)["mistakes"] == ["mask inverted"] and "wrote" in said.err
+    right = printed(capsys, "verify", f"{file}:right", "--dtypes", "fp32,bf16", "--cases", "causal")
+    assert "right is right: 2 cases agree" in right
+    assert "made is right: 1 case agrees" in printed(capsys, "verify", f"{file}:made", *few)
+    wrong = ["verify", f"{file}:inverted", *few]
+    out, err = outcome(capsys, *wrong, "--out", tmp_path / "r.html", "--json", code=1)
+    assert json.loads(out)["mistakes"] == ["mask inverted"] and "wrote" in err
     assert "mask inverted" in (tmp_path / "r.html").read_text()
-    assert main(["verify", f"{file}:inverted", *few, "--difference", "mask inverted=True means hidden"]) == 0
-    assert "documented (4): True means hidden" in capsys.readouterr().out
-    assert main(["verify", f"{file}:slow", *few, "--limit", "0.3"]) == 3
-    assert "no result within 0.3 s" in capsys.readouterr().out
+    documented = printed(capsys, *wrong, "--difference", "mask inverted=True means hidden")
+    assert "documented (4): True means hidden" in documented
+    undecided, _ = outcome(capsys, "verify", f"{file}:slow", *few, "--limit", "0.3", code=3)
+    assert "no result within 0.3 s" in undecided
 
 
 @pytest.mark.parametrize(
@@ -72,8 +70,7 @@ def test_exit_codes_and_reports(file: Path, tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_bad_input(file: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", *(word.replace("FILE", str(file)) for word in arguments)]) == 2
-    assert words in capsys.readouterr().err
+    assert words in refused(capsys, "verify", *(word.replace("FILE", str(file)) for word in arguments))
 
 
 def test_the_fixture(file: Path) -> None:

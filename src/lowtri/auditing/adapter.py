@@ -1,19 +1,25 @@
-"""`Model`: what an audit cannot find out about a model by itself, said once for `audit`, `assert_causal`, `infer_mask` and pytest."""
+"""`Model`: what an audit cannot find out about a model by itself, said once for `audit`, `assert_causal`, `infer_mask` and pytest.
+
+Beside it: what a callable is made of, and what the arguments of `Model`, `audit` and `infer_mask` must be.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lowtri.errors import CallError
+from lowtri.extras import require
 from lowtri.masks.tile import short_repr
 
 _MOST_IDS = 2**24  # they are drawn from a list of all of them: 128 MB
-
-__all__ = ["Axes", "Model", "as_model"]
 
 
 class Axes(NamedTuple):
@@ -67,54 +73,109 @@ class Model:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("step", "prefill", "output", "alone"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise CallError(
-                    f"Model: {name}={short_repr(value)}, expected something to call.\nFix: a function, or drop {name}=."
-                )
+        _require_values("Model", {name: value for name, value in vars(self).items() if value is not None}, _OF_MODEL)
         if self.prefill is not None and self.step is None:
             raise CallError(
                 "Model: prefill= was given without step=.\nFix: say how decoding continues, step(state, x)."
             )
-        if self.pads is not None and not (isinstance(self.pads, str) and self.pads):
-            raise CallError(
-                f"Model: pads={short_repr(self.pads)}, expected a name.\nFix: the keyword that marks real positions."
-            )
-        if self.vocab_size is not None and not is_whole(self.vocab_size, 2, _MOST_IDS):
-            raise CallError(
-                f"Model: vocab_size={short_repr(self.vocab_size)}, expected a whole number from 2 to 2**24.\n"
-                "Fix: how many ids the model knows."
-            )
-        if self.inputs is not None:
-            names = list(self.inputs) if isinstance(self.inputs, (list, tuple)) else [self.inputs]
-            if not names or not all(isinstance(name, (str, int)) for name in names):
-                raise CallError(
-                    f"Model: inputs={short_repr(self.inputs)}, expected a key of the example or a list of keys.\n"
-                    'Fix: inputs="input_ids", say.'
-                )
-        self.layout  # noqa: B018 (read for its errors)
 
     @property
     def layout(self) -> Axes:
         """The letters of the axes, of the sequence and of the answer."""
-        if self.axes is None:
-            return Axes()
-        parts = self.axes.replace(" ", "").split("->") if isinstance(self.axes, str) else []
-        for letters in parts:
-            if not letters.isalpha() or len(set(letters)) < len(letters) or "N" not in letters:
-                parts = []
-        if not 1 <= len(parts) <= 2:
-            raise CallError(
-                f"Model: axes={short_repr(self.axes)}, expected a letter for each axis, N the positions and B the batch.\n"
-                'Fix: axes="BDN" for channels before time; "BDN->BNV" says the answer\'s axes, too.'
-            )
-        return Axes(parts[0], parts[1] if len(parts) == 2 else None)
+        return _layout(self.axes) or Axes()
 
     @property
     def name(self) -> str:
         """The name of the function, or of the module's class."""
         return getattr(self.call, "__name__", None) or type(self.call).__name__
+
+
+def as_model(model: Any) -> Model:
+    """The model itself as a `Model`, which it may already be."""
+    return model if isinstance(model, Model) else Model(model)
+
+
+def read_model(function: str, model: Any, redraw: bool | float = False, seed: int = 0, **arguments: Any) -> Model:
+    """The model as a `Model`, with redrawn weights where `redraw` says so.
+
+    Raises:
+        CallError: if it, or one of the arguments of `audit` or `infer_mask`, cannot be used.
+    """
+    adapter = as_model(model)
+    call = adapter.call
+    if isinstance(call, type):
+        raise CallError(f"{function}: model is the class {call.__name__}.\nFix: make one of it, {call.__name__}(...).")
+    if not callable(call):
+        kind = f"the text {call!r}" if isinstance(call, str) else f"a {type(call).__name__}"
+        raise CallError(
+            f"{function}: model is {kind}, expected a module or a function.\nFix: load or build the model first."
+        )
+    module = module_behind(call)
+    tensors = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
+    empty = next((name for name, value in tensors if value.is_meta), None)
+    if empty is not None:
+        raise CallError(
+            f"{function}: {empty} of the model is on the device meta, which stores no values.\n"
+            "Fix: load its weights, or make it with .to_empty(device='cpu') and initialise it."
+        )
+    _require_values(function, {"redraw": redraw, "seed": seed, **arguments}, _OF_AUDIT)
+    takes, mark = parameters(call), adapter.pads
+    if mark is not None and takes and mark not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        raise CallError(
+            f"{function}: pads={mark!r}, but the model takes ({', '.join(takes)}).\n"
+            "Fix: name the one that marks real positions."
+        )
+    return replace(adapter, call=_redrawn(function, call, redraw, seed)) if redraw else adapter
+
+
+def _redrawn(function: str, model: Any, redraw: bool | float, seed: int) -> Any:
+    """A copy whose matrices are drawn anew; vectors (norms, biases) stay."""
+    require(f"{function}: redraw=", "torch")
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise CallError(f"{function}: redraw= needs a torch module, got {type(model).__name__}.\nFix: drop redraw=.")
+    redrawn = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in redrawn.parameters():
+            if parameter.dim() >= 2 and parameter.is_floating_point():
+                fresh = torch.randn(parameter.shape, generator=generator) * (0.15 if redraw is True else float(redraw))
+                parameter.copy_(fresh.to(parameter))
+    return redrawn
+
+
+def parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    """What a callable takes, by name; empty where Python cannot say, as for a builtin."""
+    try:
+        return inspect.signature(getattr(model, "forward", model)).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def owners(function: Any) -> list[Any]:
+    """A function and the objects that it works on: what it is a part or a method of, and what it closes over."""
+    if isinstance(function, functools.partial):
+        return owners(function.func)
+    found = [function, getattr(function, "__self__", None)]
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    return [owner for owner in found if owner is not None]
+
+
+def module_behind(model: Any) -> Any:
+    """The torch module that a model is, is a method of, or closes over; None for anything else."""
+    return next((owner for owner in owners(model) if hasattr(owner, "named_modules")), None)
+
+
+def _layout(axes: Any) -> Axes | None:
+    """What the axes of a `Model` say; None where they say nothing."""
+    parts = axes.replace(" ", "").split("->") if isinstance(axes, str) else []
+    for letters in parts:
+        if not letters.isalpha() or len(set(letters)) < len(letters) or "N" not in letters:
+            return None
+    return Axes(*parts) if 1 <= len(parts) <= 2 else None
 
 
 def is_whole(value: Any, least: float, most: float = math.inf) -> bool:
@@ -129,6 +190,53 @@ def is_whole(value: Any, least: float, most: float = math.inf) -> bool:
         return False
 
 
-def as_model(model: Any) -> Model:
-    """The model itself as a `Model`, which it may already be."""
-    return model if isinstance(model, Model) else Model(model)
+def _are_keys(inputs: Any) -> bool:
+    names = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+    return bool(names) and all(isinstance(name, (str, int)) for name in names)
+
+
+class _Argument(NamedTuple):
+    """What an argument must be, and how an error says so."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+_OF_MODEL = {  # where they are not None
+    **dict.fromkeys(
+        ("step", "prefill", "output", "alone"),
+        _Argument(callable, "something to call.\nFix: a function, or drop {name}=."),
+    ),
+    "pads": _Argument(
+        lambda value: isinstance(value, str) and value != "",
+        "a name.\nFix: the keyword that marks real positions.",
+    ),
+    "vocab_size": _Argument(
+        lambda value: is_whole(value, 2, _MOST_IDS),
+        "a whole number from 2 to 2**24.\nFix: how many ids the model knows.",
+    ),
+    "inputs": _Argument(_are_keys, 'a key of the example or a list of keys.\nFix: inputs="input_ids", say.'),
+    "axes": _Argument(
+        lambda value: _layout(value) is not None,
+        "a letter for each axis, N the positions and B the batch.\n"
+        'Fix: axes="BDN" for channels before time; "BDN->BNV" says the answer\'s axes, too.',
+    ),
+}
+_OF_AUDIT = {
+    "seed": _Argument(lambda value: is_whole(value, 0), "a whole number of at least 0."),
+    "layers": _Argument(lambda value: value is None or is_whole(value, 1), "a whole number of at least 1, or None."),
+    "length": _Argument(
+        lambda value: value is None or is_whole(value, 0), "a whole number, 0 for no longer example, or None."
+    ),
+    "redraw": _Argument(
+        lambda value: isinstance(value, (bool, int, float)) and 0 <= value < math.inf,
+        "True, False or a standard deviation above 0.",
+    ),
+}
+
+
+def _require_values(owner: str, values: Mapping[str, Any], arguments: Mapping[str, _Argument]) -> None:
+    for name, argument in arguments.items():
+        if name in values and not argument.fits(values[name]):
+            got = f"{name}={short_repr(values[name])}"
+            raise CallError(f"{owner}: {got}, expected {argument.expected.format(name=name)}")

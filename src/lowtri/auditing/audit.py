@@ -5,37 +5,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.adapter import as_model
-from lowtri.auditing.arguments import check_arguments, redrawn
+from lowtri.auditing.adapter import read_model
 from lowtri.auditing.caches import cache
-from lowtri.auditing.conditions import KINDS, too_short
-from lowtri.auditing.context import FEW, Context, Options, vocabulary
-from lowtri.auditing.declared import DeclaredMask, own_positions
-from lowtri.auditing.example import Inputs, maybe_array, read_example
+from lowtri.auditing.conditions import KINDS, ConditionKind
+from lowtri.auditing.context import Context
+from lowtri.auditing.declared import DeclaredMask
+from lowtri.auditing.example import read_example
 from lowtri.auditing.infer import described_mask
-from lowtri.auditing.model_under_test import WIDE, ModelUnderTest, check_axes
-from lowtri.auditing.neighbours import batch, is_packed, packing
-from lowtri.auditing.pads import padding, real_positions, source
-from lowtri.auditing.probe import (
-    Leak,
-    Probe,
-    ProbeResult,
-    chosen_names,
-    nothing_ran,
-    require_requested,
-    run_probes,
-)
+from lowtri.auditing.model_under_test import ModelUnderTest
+from lowtri.auditing.neighbours import batch, is_packed, packing, state, state_after
+from lowtri.auditing.pads import padding, source
+from lowtri.auditing.probe import Leak, Probe, ProbeResult, run_probes
 from lowtri.auditing.probes import change, gradient, poison, prefix, sensitivity
+from lowtri.auditing.reading import interpreted, read_context
 from lowtri.auditing.report import AuditReport
-from lowtri.auditing.separators import separator
-from lowtri.auditing.state import state, state_after
 from lowtri.errors import CallError
 from lowtri.extras import require
 from lowtri.masks import Mask, causal
@@ -109,35 +99,38 @@ def audit(
             `conditions="compiled"` or by `length` cannot be run, the audit does not raise: it is undecided, and the report
             gives the reason.
     """
-    adapter = as_model(model)
-    check_arguments("audit", adapter, {"layers": layers, "length": length, "redraw": redraw, "seed": seed})
+    adapter = read_model("audit", model, redraw, seed, layers=layers, length=length)
     started = time.monotonic()
-    chosen = chosen_names("probes", probes, [probe.name for probe in PROBES])
-    named = chosen_names("conditions", conditions, CONDITIONS)
+    chosen = _chosen_names("probes", probes, [probe.name for probe in PROBES])
+    named = _chosen_names("conditions", conditions, CONDITIONS)
     if "compiled" in (named or ()):
         require('audit: conditions="compiled"', "torch")
     ran = named or ([name for name in CONDITIONS if name != "compiled"] if chosen is None else ["eval"])
     ran += ["longer"] if length and "longer" not in ran else []
-    adapter = replace(adapter, call=redrawn(adapter.call, redraw, seed))
     inputs, signature = read_example(example, adapter)
     _check_memory(max(inputs.n, length or 0))
     declared = DeclaredMask.read(mask, layers, inputs.n)
-    options = Options(adapter, declared, tuple(ran), length, seed)
     training = "training" in ran and "eval" not in ran
-    parts = tuple(part for part in (adapter.step, adapter.prefill, adapter.alone) if part is not None)
-    tested = ModelUnderTest(adapter.call, signature, adapter, training, seed=seed, parts=parts)
+    tested = ModelUnderTest(adapter.call, signature, adapter, training, seed=seed)
     with ProgressLine("audit", progress) as line, tested.prepared(inputs):
-        run = _Run(options, [probe for probe in PROBES if chosen is None or probe.name in chosen], line.show)
-        context = run.prepare(tested, inputs)
+        some = [probe for probe in PROBES if chosen is None or probe.name in chosen]
+        fields: dict[str, Any] = {"conditions": tuple(ran), "length": length, "show_progress": line.show}
+        if state in some and tested.model is tested.module:
+            with contextlib.suppress(Exception):  # not every model can be copied
+                fields["fresh_copy"] = copy.deepcopy(tested.model)
+        run = _Run(some, *interpreted(read_context(tested, inputs, declared, **fields)))
+        context = run.context
         mode = context.mode if {"eval", "training"} & set(ran) else ""
         if context.noise.broken is None:
-            run.everything(context)
+            run.everything()
         else:
-            run.state_alone(context)
+            run.state_alone()
     leaks: dict[tuple[int, int, int], Leak] = {}  # one for each pair, from the first probe that found it
     for leak in (leak for result in run.results for leak in result.leaks):
         leaks.setdefault((leak.query, leak.key, -1 if leak.paired else leak.row), leak)
     undecided = [f"{result.title}: {result.message}" for result in run.results if result.status == "undecided"]
+    if all(result.status == "skipped" for result in run.results):
+        undecided += ["; ".join(f"{r.title} was requested and did not run: {r.message}" for r in run.results)]
     text = mask if isinstance(mask, str) else declared.text
     return AuditReport(
         model=adapter.name,
@@ -151,9 +144,9 @@ def audit(
         leaks=tuple(sorted(leaks.values(), key=lambda k: (not k.direct, not k.paired, k.query, k.key))),
         allowed=np.asarray(context.allowed.any(axis=0)),
         seen=context.seen,
-        reason=context.noise.broken or (undecided[0] if undecided else nothing_ran(run.results)),
+        reason=next(filter(None, (context.noise.broken, *undecided)), None),
         seconds=time.monotonic() - started,
-        notes=tuple(run.notes + _notes(context, run.results)),
+        notes=tuple(run.notes),
         modes=(mode,) if mode else (),
     )
 
@@ -184,191 +177,155 @@ def probe_table() -> str:
 class _Run:
     """The product of probes and conditions for one audit, and what it found."""
 
-    def __init__(self, options: Options, probes: list[Probe], show: Callable[[str], None]) -> None:
-        self.options = options
+    def __init__(self, probes: list[Probe], context: Context, notes: list[str]) -> None:
         self.probes = probes
-        self.show = show
+        self.context = context
+        self.notes = notes
         self.results: list[ProbeResult] = []
-        self.notes: list[str] = []
         self.measured = ""  # the model's mask in words
 
-    def prepare(self, tested: ModelUnderTest, inputs: Inputs) -> Context:
-        """What the probes work on: the example's pads, positions and documents, read off it and the mask."""
-        adapter, mask = self.options.adapter, self.options.mask
-        prefix_ = tested.signature.prefix
-        real = real_positions(inputs, prefix_, adapter.pads) & ~mask.pads(inputs.n)
-        fresh_copy = None
-        if state in self.probes and tested.model is tested.module:
-            with contextlib.suppress(Exception):  # not every model can be copied
-                fresh_copy = copy.deepcopy(tested.model)
-        table = mask.pairs(inputs.n, inputs.batch)
-        ids = vocabulary(tested, inputs)
-        context = Context(tested, inputs, table, real, self.options, ids, self.show, fresh_copy=fresh_copy)
-        if context.is_large:
-            context = replace(context, chosen=tuple(context.sample(FEW)))
-        rows = context.on_example(lambda: context.base)
-        if rows.shape[-1] > WIDE and rows.dtype.kind == "f" and np.isfinite(rows).all():
-            context = replace(context, tested=replace(tested, narrow=True))
-        noise = context.on_example(lambda: context.noise)
-        if adapter.axes is None:
-            check_axes(tested, inputs, self.options.seed)
-        if noise.broken is None:
-            context = self._with_constants(context)
-            context = self._from_own_positions(context, own_positions(inputs, real, f"{prefix_}position_ids"))
-            token = separator(context)
-            if token is not None:
-                context = replace(context, separator=token)
-                self.notes.append(f"documents end at token {token}: it is neither changed nor drawn")
-        return context
-
-    def everything(self, context: Context) -> None:
+    def everything(self) -> None:
         """Every probe under every condition."""
-        ran, options = self.options.conditions, self.options
+        ran, last = self.context.conditions, list[Probe]()
         if {"eval", "training"} & set(ran):
-            first, rest = [p for p in self.probes if p is state], [p for p in self.probes if p is not state]
-            self._add(run_probes(context, first))
-            if any(result.leaks for result in self.results):
+            self._add(run_probes(self.context, [probe for probe in self.probes if probe is state]))
+            if self._leaks():
                 # Other probes must not take for a leak what an earlier call left behind.
-                context = replace(context, tested=replace(context.tested, restoring=True))
-            last = [probe for probe in rest if probe in (poison, sensitivity)]
-            self._add(run_probes(context, [probe for probe in rest if probe not in last]))
-            if context.depends is not None and context.n <= _DESCRIBED:
-                with contextlib.suppress(Exception):  # attention that cannot be read, say
-                    inferred = described_mask(context, context.depends)
-                    self.measured = "" if inferred is None else inferred.line
-        else:
-            last = []
+                self.context = replace(self.context, tested=replace(self.context.tested, restoring=True))
+            last = [probe for probe in self.probes if probe in (poison, sensitivity)]
+            self._add(run_probes(self.context, [probe for probe in self.probes if probe not in (state, *last)]))
+            self._describe_mask()
+        leaking = {r.probe for r in self.results if r.status == "leak"} & {change.name, gradient.name, prefix.name}
         for kind in KINDS:
             if kind.name not in ran or (kind.name == "training" and "eval" not in ran):
                 continue
-            if any(r.status == "leak" and not r.condition and r.probe in kind.skipped_after for r in self.results):
-                why = "not tried, since the model leaks without it"
-                self.results.append(ProbeResult("skipped", why, condition=kind.name))
-                continue
-            self._add(kind.run(context, self.probes))
-        self._add(run_probes(context, last))
-        results, unused = require_requested(self.results, PROBES, vars(options.adapter))
-        self.results = results
-        self.notes += unused
-        self._require_conditions()
-        if state in self.probes and context.fresh_copy is not None and not any(r.leaks for r in self.results):
-            after = state_after(context)
+            if leaking and kind.skipped_after_leak:
+                self._add([kind.result("skipped", "not tried, since the model leaks without it")])
+            else:
+                self._add(kind.run(self.context, self.probes))
+        self._add(run_probes(self.context, last))
+        self._require_requested()
+        if state in self.probes and self.context.fresh_copy is not None and not self._leaks():
+            after = state_after(self.context)
             self.results = [r if after is None or r.probe != "state" else after for r in self.results]
-        self._advise(context)
+        self._advise()
+        self._describe_run()
 
-    def state_alone(self, context: Context) -> None:
+    def state_alone(self) -> None:
         """A model that does not repeat itself may do so by what it keeps between calls."""
+        context = self.context
         if context.fresh_copy is not None and not np.isnan(context.base[context.real]).any():
-            self.results = [r for r in run_probes(context, [state])[0] if r.status == "leak"]
+            self.results = [result for result in run_probes(context, [state]) if result.status == "leak"]
+        self._describe_run()
 
-    def _add(self, found: tuple[list[ProbeResult], list[str]]) -> None:
-        self.results += found[0]
-        self.notes += found[1]
+    def _add(self, results: list[ProbeResult]) -> None:
+        self.results += results
+        self.notes += [f"{result.probe}: {result.note}" for result in results if result.note]
 
-    def _require_conditions(self) -> None:
-        """A condition that an argument requests and that did not run is undecided, never passed over."""
-        length, ran = self.options.length, self.options.conditions
-        reasons = {}
-        if length:
-            reasons["longer"] = too_short(self.results, length)
-        if "compiled" in ran and not any(r.condition == "compiled" and r.probe for r in self.results):
-            skipped = (r.message for r in self.results if r.condition == "compiled")
-            reasons["compiled"] = next(skipped, "probes= leaves out what runs there")
-        argument = {"longer": "length=", "compiled": 'conditions="compiled"'}
-        for name, reason in reasons.items():
-            if reason is None:
+    def _leaks(self) -> bool:
+        return any(result.leaks for result in self.results)
+
+    def _describe_mask(self) -> None:
+        if self.context.depends is not None and self.context.n <= _DESCRIBED:
+            with contextlib.suppress(Exception):  # attention that cannot be read, say
+                inferred = described_mask(self.context, self.context.depends)
+                self.measured = "" if inferred is None else inferred.line
+
+    def _require_requested(self) -> None:
+        """What an argument requests and did not run is undecided, never passed over."""
+        for probe in PROBES:
+            if probe.argument is None or getattr(self.context.tested.adapter, probe.argument) is None:
                 continue
-            message = f"{argument[name]} was requested and did not run: {reason}"
-            self.results = [r for r in self.results if r.condition != name or r.probe or r.status != "skipped"]
-            self.results.append(ProbeResult("undecided", message, condition=name))
+            own = [result for result in self.results if result.probe == probe.name and not result.condition]
+            if not own:
+                self.notes.append(f"{probe.argument}= was not used: probes= leaves {probe.name} out")
+            for result in own:
+                refused = next(iter(result.measured.get("refused", {}).values()), None)
+                reason = result.message if result.status == "skipped" else refused
+                if reason is not None and result.status != "leak":
+                    message = f"{probe.argument}= was requested and did not run: {reason}"
+                    undecided = replace(result, status="undecided", message=message)
+                    self.results[self.results.index(result)] = undecided
+        for kind in KINDS:
+            own = [result for result in self.results if result.condition == kind.name]
+            if kind.name == "longer" and self.context.length:
+                self._require_condition(kind, "length=", _too_short(own, self.context.length))
+            if kind.name == "compiled" and kind.name in self.context.conditions and not any(r.probe for r in own):
+                reason = own[0].message if own else "probes= leaves out what runs there"
+                self._require_condition(kind, 'conditions="compiled"', reason)
 
-    def _with_constants(self, context: Context) -> Context:
-        """An array (B,) that the model does not take row by row is a constant."""
-        inputs, tested = context.inputs, context.tested
-        vectors = {key: value for key, value in inputs.per_row.items() if _is_vector(value)}
-        if not vectors:
-            return context
-        others = replace(inputs, per_row={k: v for k, v in inputs.per_row.items() if k not in vectors})
-        constants = {**tested.signature.constants, **vectors}
-        fixed = replace(tested, signature=replace(tested.signature, constants=constants))
-        some = [0] if inputs.batch > 1 else [0, 0]
-        try:
-            tested(inputs.rows(some))
-        except Exception:
-            with contextlib.suppress(Exception):
-                fixed(others.rows(some))
-                return replace(context, tested=fixed, inputs=others)
-        return context
+    def _require_condition(self, kind: ConditionKind, argument: str, reason: str | None) -> None:
+        if reason is not None:
+            self.results = [r for r in self.results if r.condition != kind.name or r.probe or r.status != "skipped"]
+            self.results.append(kind.result("undecided", f"{argument} was requested and did not run: {reason}"))
 
-    def _from_own_positions(self, context: Context, positions: Any) -> Context:
-        """Where rows begin later, a mask of chunks, say, may be meant from the first column or from each row's first token.
-
-        The reading that agrees with the model is taken.
-        """
-        mask, inputs = self.options.mask, context.inputs
-        if positions is None or mask.is_relative:
-            return context
-        own = mask.pairs(context.n, inputs.batch, positions)
-        if (own == context.declared)[
-            np.broadcast_to(context.real[:, None] & context.real[:, :, None], own.shape)
-        ].all():
-            return context
-        readings = [context, replace(context, declared=own)]
-        wrong = [0, 0]
-        fresh = context.fresh(0)
-        for key in range(context.n):
-            where = np.arange(context.n) == key
-            after = context.run(inputs.change(where, fresh)).output
-            for number, reading in enumerate(readings):
-                moved = context.compare(after, reading.independent_of(where), same_order=True)
-                wrong[number] += int((moved.sizes > 0).sum())
-        if wrong[0] == 0 or wrong[1] >= wrong[0]:
-            return context
-        self.notes.append("the mask is read from each row's first token, as the model counts its positions")
-        return readings[1]
-
-    def _advise(self, context: Context) -> None:
+    def _advise(self) -> None:
         """Say that transformers keeps documents apart only without a cache."""
-        leaks = any(result.leaks for result in self.results)
-        if not leaks or not is_packed(context) or "use_cache" in context.inputs.settings:
-            return
-        if "use_cache" in context.tested.signature.constants or not context.tested.accepts("use_cache"):
+        context, signature = self.context, self.context.tested.signature
+        said = "use_cache" in context.inputs.settings or "use_cache" in signature.constants
+        if said or not self._leaks() or not is_packed(context) or not context.tested.accepts("use_cache"):
             return
         without = context.inputs.having({"use_cache": False})
         with contextlib.suppress(Exception):
-            apart = context.compare(context.tested(without), ~context.ignored)
-            if apart.status == "leak":
+            if context.compare(context.tested(without), context.real).status == "leak":
                 self.notes.append(
                     "with use_cache=False the outputs are others: transformers reads documents off position_ids only where "
                     "no cache is kept; pass use_cache=False, in training too"
                 )
 
+    def _describe_run(self) -> None:
+        """Notes on how far the probes could look."""
+        context, layers = self.context, self.context.mask.layers
+        longest = max([context.n, *(result.under.length or 0 for result in self.results)])
+        config = getattr(context.tested.model, "config", None)
+        for name in ("sliding_window", "attention_chunk_size", "chunk_size"):
+            size = getattr(config, name, None)
+            if isinstance(size, int) and size >= longest and not isinstance(size, bool):
+                edge = f"the model's {name} of {size}; faults at its edge would not show"
+                self.notes.append(f"{longest} positions do not go past {edge}")
+        if context.noise.random:
+            self.notes.append("the model draws random numbers; every call started from the same seed")
+        if layers is not None:
+            self.notes.append(f"the mask is one layer's, widened to what {layers} layers reach")
+        if context.tested.narrow:
+            self.notes.append("wide outputs are compared in 16 sums with random signs; sizes are those of the sums")
+        if context.is_large:
+            few, fewer = len(context.queries()), len(context.with_fewer_queries().queries())
+            stand = f"{few} queries of {context.n} stand for all, {fewer} under other conditions"
+            self.notes.append(f"calls are expensive: {stand}")
 
-def _is_vector(value: Any) -> bool:
-    array = maybe_array(value)
-    return isinstance(value, list) or (array is not None and array.ndim == 1)
+
+def _too_short(results: Sequence[ProbeResult], length: int) -> str | None:
+    """Why the longer example is not as long as `length=` requests; None where it is, or where it leaks."""
+    if any(result.status == "leak" for result in results):
+        return None
+    ran = [result.under.length for result in results if result.under.length and result.status != "skipped"]
+    tried = max([*ran, *(result.measured.get("length", -1) for result in results)], default=-1)
+    if tried >= length:
+        return None
+    skipped = next((result.message for result in results if result.status == "skipped"), "conditions= leaves it out")
+    return skipped if tried < 0 else f"the model takes no more than {tried} positions"
 
 
-def _notes(context: Context, findings: Sequence[ProbeResult]) -> list[str]:
-    notes = []
-    longest = max([context.n, *(result.length or 0 for result in findings)])
-    config = getattr(context.tested.model, "config", None)
-    for name in ("sliding_window", "attention_chunk_size", "chunk_size"):
-        size = getattr(config, name, None)
-        if isinstance(size, int) and size >= longest and not isinstance(size, bool):
-            notes.append(
-                f"{longest} positions do not go past the model's {name} of {size}; faults at its edge would not show"
-            )
-    if context.noise.random:
-        notes.append("the model draws random numbers; every call started from the same seed")
-    if context.options.mask.layers is not None:
-        notes.append(f"the mask is one layer's, widened to what {context.options.mask.layers} layers reach")
-    if context.tested.narrow:
-        notes.append("wide outputs are compared in 16 sums with random signs; sizes are those of the sums")
-    if context.is_large:
-        few, fewer = len(context.queries()), len(context.with_fewer_queries().queries())
-        notes.append(f"calls are expensive: {few} queries of {context.n} stand for all, {fewer} under other conditions")
-    return notes
+def _chosen_names(argument: str, given: Any, known: Sequence[str]) -> list[str] | None:
+    """The names that an argument lists, as a text with commas or as a list; None where it was not given."""
+    if given is None:
+        return None
+    one = argument.rstrip("s")
+    if not isinstance(given, (str, list, tuple, set)):
+        raise CallError(f"audit: {argument}={given!r}, expected a list of names.\nFix: {argument}=[{known[0]!r}], say.")
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
+    names = [name for name in names if name != ""]
+    if not names:
+        raise CallError(
+            f"audit: {argument}={given!r} would look at nothing.\nFix: name a {one}, or drop {argument}= to run them all."
+        )
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise CallError(
+            f"audit: no {one} is called {unknown!r}; there are {', '.join(known)}.\nFix: {argument}={known[0]!r}, say."
+        )
+    return names
 
 
 def _check_memory(n: int) -> None:

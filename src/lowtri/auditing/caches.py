@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
+from lowtri.auditing.adapter import parameters
 from lowtri.auditing.context import Context, Movement, Run, compare, describe_difference, movement
 from lowtri.auditing.example import Bools, Inputs, Rows, first_line
-from lowtri.auditing.model_under_test import parameters
 from lowtri.auditing.neighbours import is_packed
-from lowtri.auditing.pads import pad_keyword
+from lowtri.auditing.pads import marks, pad_keyword
 from lowtri.auditing.probe import Leak, PairOfRuns, PairsOfRuns, Skipped, Summary, probe
 from lowtri.auditing.restoring import without_gradients
 from lowtri.compat.model_caches import cache_argument, cache_of, crop_cache, needs_whole_mask
@@ -66,14 +66,24 @@ class Decoder:
 
 def _decoders(context: Context) -> list[Decoder]:
     """How this model decodes: with `step=`, and with its own cache."""
-    found, own = [], _own_decoder(context)
-    if context.options.adapter.step is not None:
-        found.append(_step_decoder(context))
-    if own is not None:
-        found.append(own)
-    if len(found) == 1:
-        return found
-    return [replace(one, name=name) for one, name in zip(found, ("with step=", _OWN), strict=False)]
+    tested, step = context.tested, context.tested.adapter.step
+    copied = step is tested.model or getattr(step, "__self__", None) is tested.model
+    if step is not None and tested.signature.float64 and tested.module is not None and not copied:
+        raise Skipped("step= keeps its own precision")
+    if context.noise.random:
+        raise Skipped("the model draws random numbers, and steps draw others")
+    own = _own_decoder(context)
+    found = [] if step is None else [_step_decoder(context)]
+    found += [] if own is None else [own]
+    if not found:
+        raise Skipped("how this model decodes with a cache cannot be inferred; pass step=")
+    if len(found) == 2:
+        found = [replace(one, name=name) for one, name in zip(found, ("with step=", _OWN), strict=True)]
+    if is_packed(context):
+        found = [one for one in found if one.of_documents]
+        if not found:
+            raise Skipped("the example is packed, and the model's cache knows nothing of documents")
+    return found
 
 
 def _own_decoder(context: Context) -> Decoder | None:
@@ -98,36 +108,34 @@ def _step_decoder(context: Context) -> Decoder:
 
     The first of them whose outputs are the whole forward's, else the first that runs.
     """
-    n = context.n
-    prefill = context.options.adapter.prefill is not None
+    n, prefill = context.n, context.tested.adapter.prefill is not None
     first = max(1, n // 2) if prefill else 1
-    forms = {
-        form: Decoder(
-            partial(_by_step, context, form), form == "several", prefill or form == "several", counts_calls=False
-        )
-        for form in ("several", "one", "column")
-    }
+    one_by_one = [first] + [1] * (n - first)
+
+    def decoder(form: str, **more: Any) -> Decoder:
+        several = form == "several"
+        return Decoder(partial(_by_step, context, form, **more), several, prefill or several, counts_calls=False)
 
     def equals(decoder: Decoder, sizes: list[int]) -> bool:
         with contextlib.suppress(Exception):
-            return context.compare(decoder.run(context.inputs, sizes), ~context.ignored).status != "leak"
+            return context.compare(decoder.run(context.inputs, sizes), context.real).status != "leak"
         return False
 
-    at_once = replace(forms["several"], start=partial(_by_step, context, "several", prefills=False))
-    if equals(at_once, [n]) or equals(forms["several"], [first, n - first]):
-        return forms["several"]
-    agreeing = [forms[form] for form in ("one", "column") if equals(forms[form], [first] + [1] * (n - first))]
-    if agreeing:
-        return agreeing[0]
-    for form in ("one", "column", "several"):
+    if equals(decoder("several", prefills=False), [n]) or equals(decoder("several"), [first, n - first]):
+        return decoder("several")
+    forms = [decoder(form) for form in ("one", "column", "several")]
+    for one in forms[:2]:
+        if equals(one, one_by_one):
+            return one
+    for one in forms:
         with contextlib.suppress(Exception):
-            forms[form].run(context.inputs.span(0, first + 1), [first, 1])
-            return forms[form]
-    return forms["one"]
+            one.run(context.inputs.span(0, first + 1), [first, 1])
+            return one
+    return forms[0]
 
 
 def _by_step(context: Context, form: str, batch: int, *, prefills: bool = True) -> tuple[Append, Crop]:
-    adapter, signature = context.options.adapter, context.tested.signature
+    adapter, signature = context.tested.adapter, context.tested.signature
     state: Any = None
 
     def called(name: str, value: Any) -> Any:
@@ -197,33 +205,28 @@ def _with_past(context: Context, batch: int) -> tuple[Append, Crop]:
     argument="step",
 )
 def cache(context: Context) -> PairsOfRuns:
-    """One position at a time, after prompts and in uneven chunks, with pads and after a rejected draft, against the whole."""
-    tried, warning = _Tried(), ""
-    for decoder in _required_decoders(context):
-        warning = (yield from _decoded(context, decoder, tried)) or warning
-    measured = {"ways": tried.compared, "refused": tried.refused, "length": context.n}
-    if not tried.compared:
-        if tried.refused:
-            raise Skipped(f"cached decoding does not run: {next(iter(tried.refused.values()))}", measured)
-        early = " or ".join(tried.early)
-        raise Skipped(f"the mask shows inputs that are not yet appended when decoding {early}", measured)
-    clean = f"cached decoding equals the whole forward ({', '.join(tried.compared)})"
-    return Summary(clean, "cached decoding differs from the whole forward", measured, warning)
+    tried: dict[str, Any] = {"ways": [], "refused": {}, "length": context.n}
+    early, warning = list[str](), ""
+    for decoder in _decoders(context):
+        warning = (yield from _decoded(context, decoder, tried, early)) or warning
+    if not tried["ways"] and tried["refused"]:
+        raise Skipped(f"cached decoding does not run: {next(iter(tried['refused'].values()))}", tried)
+    if not tried["ways"]:
+        raise Skipped(f"the mask shows inputs that are not yet appended when decoding {' or '.join(early)}", tried)
+    clean = f"cached decoding equals the whole forward ({', '.join(tried['ways'])})"
+    return Summary(clean, "cached decoding differs from the whole forward", tried, warning)
 
 
-@dataclass
-class _Tried:
-    """What became of each way to decode, by its words."""
+def _decoded(
+    context: Context, decoder: Decoder, tried: dict[str, Any], early: list[str]
+) -> Generator[PairOfRuns, Movement | None, str]:
+    """Every way to decode with one decoder; returns a warning, or nothing.
 
-    compared: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)  # why
-    early: list[str] = field(default_factory=list)  # every position sees inputs that come later
-
-
-def _decoded(context: Context, decoder: Decoder, tried: _Tried) -> Generator[PairOfRuns, Movement | None, str]:
-    """Every way to decode with one decoder; returns a warning, or nothing."""
+    Args:
+        tried: what became of each way, by its words.
+        early: gets the ways in which every position sees inputs that come later.
+    """
     n = context.n
-    failing, compared = list[_Way](), set[str]()
     ways = {"one at a time": [1] * n}
     if decoder.prompt:
         ways["after a prompt"] = [n // 2] + [1] * (n - n // 2)
@@ -237,32 +240,33 @@ def _decoded(context: Context, decoder: Decoder, tried: _Tried) -> Generator[Pai
         return _Way(context, decoder, named, sizes, before, real, tried, optional, draft)
 
     # A decoder that gets no padding mask computes nothing that can be compared after a pad.
-    real = ~context.ignored if decoder.masked else np.logical_and.accumulate(~context.ignored, axis=1)
+    real = context.real if decoder.masked else np.logical_and.accumulate(context.real, axis=1)
+    failing, compared = list[_Way](), set[str]()
     for words, sizes in ways.items():
         if not _complete(context, sizes).any():
-            tried.early.append(words)
+            early.append(words)
             continue
         for salt in [None] if context.is_large else [None, 400]:
             before = context.example if salt is None else context.run(context.fresh(salt))
             before.output  # noqa: B018 (run, since only the decoding may refuse)
             way = way_of(words, sizes, before, real)
             difference = yield way.pair()
-            if difference is not None:
-                compared.add(words)
-            if difference is None or difference.status != "clean":
-                failing += [] if difference is None else [way]
+            if difference is None:
                 break
-    if failing:
-        if _agree_with_positions(context, failing):
-            return "cached decoding differs from the whole forward, unless position_ids are passed"
-        return ""
-    if "after a prompt" not in compared:
+            compared.add(words)
+            if difference.status != "clean":
+                failing.append(way)
+                break
+    if failing and _agree_with_positions(context, failing):
+        return "cached decoding differs from the whole forward, unless position_ids are passed"
+    if failing or "after a prompt" not in compared:
         return ""
     if decoder.crops and decoder.several:
         halves = [n // 2, n - n // 2]
         yield way_of("after a rejected draft", halves, context.example, real, context.fresh(403)).pair()
     keyword, warning = pad_keyword(context), ""
-    own_pads = not context.real.all() or keyword in context.inputs.settings or context.options.adapter.pads is not None
+    given = keyword in context.inputs.settings or context.tested.adapter.pads is not None
+    own_pads = given or not context.real.all()
     for words, inputs, marked in _unequal(context) if decoder.masked else ():
         way = way_of(words, ways["after a prompt"], context.run(inputs), marked)
         difference = yield replace(way.pair(), is_leak=own_pads)
@@ -271,23 +275,6 @@ def _decoded(context: Context, decoder: Decoder, tried: _Tried) -> Generator[Pai
             differs = f"differs from the whole forward at position {query}, {describe_difference(size, '')}"
             warning = f"{words}, cached decoding {differs}; without pads they agree"
     return warning
-
-
-def _required_decoders(context: Context) -> list[Decoder]:
-    step, tested = context.options.adapter.step, context.tested
-    copied = step is tested.model or getattr(step, "__self__", None) is tested.model
-    if step is not None and tested.signature.float64 and tested.module is not None and not copied:
-        raise Skipped("step= keeps its own precision")
-    if context.noise.random:
-        raise Skipped("the model draws random numbers, and steps draw others")
-    decoders = _decoders(context)
-    if not decoders:
-        raise Skipped("how this model decodes with a cache cannot be inferred; pass step=")
-    if is_packed(context):
-        decoders = [one for one in decoders if one.of_documents]
-        if not decoders:
-            raise Skipped("the example is packed, and the model's cache knows nothing of documents")
-    return decoders
 
 
 @dataclass(frozen=True)
@@ -300,7 +287,7 @@ class _Way:
     sizes: list[int]
     before: Run  # the whole forward
     real: Bools  # the positions that are compared, as far as they are complete
-    tried: _Tried
+    tried: dict[str, Any]
     optional: bool  # a decoder that refuses it has not failed
     draft: Inputs | None = None
 
@@ -315,10 +302,10 @@ class _Way:
             rows = self.decoder.run(self.before.inputs, self.sizes, self.draft)
         except Exception as error:
             if not self.optional:
-                self.tried.refused[self.words] = first_line(error)
+                self.tried["refused"][self.words] = first_line(error)
             raise
-        if self.words not in self.tried.compared:
-            self.tried.compared.append(self.words)
+        if self.words not in self.tried["ways"]:
+            self.tried["ways"].append(self.words)
         return rows
 
     @property
@@ -353,16 +340,12 @@ def _agree_with_positions(context: Context, failing: list[_Way]) -> bool:
     place = f"{context.tested.signature.prefix}position_ids"
     if not context.tested.accepts(place) or place in context.inputs.settings:
         return False
-    positions = np.tile(np.arange(context.n), (context.inputs.batch, 1))
-    try:
-        for way in failing:
-            placed = way.before.inputs.having({place: positions})
-            rows = way.decoder.run(placed, way.sizes)
-            if compare(context.tested(placed), rows, context.noise, way.where).status != "clean":
-                return False
-    except Exception:
-        return False
-    return True
+    positions = {place: np.tile(np.arange(context.n), (context.inputs.batch, 1))}
+    placed = [replace(way, before=context.run(way.before.inputs.having(positions))) for way in failing]
+    with contextlib.suppress(Exception):
+        moved = (compare(way.before.output, way.rows(), context.noise, way.where) for way in placed)
+        return all(one.status == "clean" for one in moved)
+    return False
 
 
 def _unequal(context: Context) -> Iterator[tuple[str, Inputs, Bools]]:
@@ -378,13 +361,12 @@ def _unequal(context: Context) -> Iterator[tuple[str, Inputs, Bools]]:
     if not context.real[:, -1].all():
         holes["after a prompt with pads on the right"] = (position >= n // 2 - pads) & (position < n // 2)
     for way, hole in holes.items():
-        real = np.broadcast_to(context.real, (batch, n)) & ~hole
-        marks = ~real if keyword.endswith("key_padding_mask") else real
-        settings = {keyword: marks.astype(np.int64 if given is None else given.dtype)}
-        place = f"{context.tested.signature.prefix}position_ids"
-        if context.tested.accepts(place) and place not in context.inputs.settings:
-            settings[place] = np.maximum(np.cumsum(real, axis=1) - 1, 0)
-        yield way, context.inputs.having(settings), real
+        real = context.real & ~hole
+        settings = marks(context, keyword, real)
+        if given is not None:
+            settings[keyword] = settings[keyword].astype(given.dtype)
+        kept = {key: value for key, value in context.inputs.settings.items() if key != keyword}
+        yield way, context.inputs.having({**settings, **kept}), real
 
 
 def _complete(context: Context, sizes: list[int]) -> Bools:

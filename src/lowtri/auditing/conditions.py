@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from lowtri.auditing.context import FEW, Condition, Context, describe_difference
-from lowtri.auditing.example import Array, Bools, Inputs, first_line
+from lowtri.auditing.example import Array, Inputs, first_line
 from lowtri.auditing.neighbours import batch, packing
-from lowtri.auditing.pads import pad, pad_keyword, padding, source
-from lowtri.auditing.probe import Probe, ProbeResult, Skipped, run_probes
+from lowtri.auditing.pads import libraries, pad, pad_keyword, padding, source
+from lowtri.auditing.probe import Probe, ProbeResult, Skipped, Status, run_probes
 from lowtri.auditing.probes import change, gradient, prefix
+from lowtri.auditing.reading import extended
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, LowtriError, MaskError
 
@@ -22,8 +24,10 @@ _LENGTH = 256
 _LIMITS = "max_position_embeddings n_positions max_sequence_length max_seq_len block_size context_length"
 
 
-class Settled(Exception):
+class Settled(Skipped):
     """Raised where a condition is known to add nothing, with the reason."""
+
+    status = "clean"
 
 
 @dataclass(frozen=True)
@@ -36,62 +40,56 @@ class ConditionKind:
     probes: tuple[Probe, ...]
     contexts: Callable[[Context], Iterable[Context]]  # raises Skipped or Settled, with the reason
     # A model that leaks does so under most other conditions, too: to try them costs as much again and adds nothing.
-    skipped_after: tuple[str, ...] = ()
+    skipped_after_leak: bool = False
     same_outputs: bool = False  # as without the condition; others are a warning
     first: bool = False  # whether nothing is run after the first leak
 
-    def run(self, context: Context, chosen: Sequence[Probe]) -> tuple[list[ProbeResult], list[str]]:
-        """One result for each condition of this kind and each probe, and notes."""
-        results, notes = list[ProbeResult](), list[str]()
+    def run(self, context: Context, chosen: Sequence[Probe]) -> list[ProbeResult]:
+        """One result for each condition of this kind and each probe."""
+        results = list[ProbeResult]()
         probes = [probe for probe in self.probes if probe in chosen]
         try:
             for under in self.contexts(context) if probes else ():
-                some, more = self._run_in(under, context, probes)
-                results += some
-                notes += more
-                if self.first and any(result.leaks for result in some):
+                results += self._run_in(under, context, probes)
+                if self.first and any(result.leaks for result in results):
                     break
-        except Settled as settled:
-            mode = "training mode" if self.name == "training" else ""
-            results.append(ProbeResult("clean", str(settled), condition=self.name, mode=mode))
         except Skipped as skipped:
-            results.append(ProbeResult("skipped", str(skipped), (), skipped.measured, condition=self.name))
-        return results, notes
+            results.append(self.result(skipped.status, str(skipped), skipped.measured))
+        return results
 
-    def _run_in(self, under: Context, context: Context, probes: Sequence[Probe]) -> tuple[list[ProbeResult], list[str]]:
+    def result(self, status: Status, message: str, measured: dict[str, Any] | None = None) -> ProbeResult:
+        """A result of the condition itself."""
+        return ProbeResult(status, message, (), measured or {}, under=Condition(name=self.name))
+
+    def _run_in(self, under: Context, context: Context, probes: Sequence[Probe]) -> list[ProbeResult]:
         """The results under one condition; one without a probe where it is refused, or where other outputs show it."""
-        words, results = under.condition.words, list[ProbeResult]()
-
-        def said(status: str, message: str) -> ProbeResult:
-            return ProbeResult(status, message, condition=self.name, words=words)  # type: ignore[arg-type]
-
+        results = list[ProbeResult]()
         if self.same_outputs:
             context.base  # noqa: B018 (measured before anything is set)
         try:
             with under.applied():
                 if under.noise.broken is not None:
-                    return [said("skipped", under.noise.broken)], []
+                    return [ProbeResult("skipped", under.noise.broken, under=under.condition)]
                 if self.same_outputs and under.base.shape == context.base.shape:
-                    difference = context.compare(under.base, ~context.ignored)
+                    difference = context.compare(under.base, context.real)
                     if difference.status == "leak":
-                        message = f"other outputs {words}, {describe_difference(difference.greatest, '')}"
-                        results.append(said("warning", message))
-                some, notes = run_probes(under, probes, first=self.first)
+                        differs = describe_difference(difference.greatest, "")
+                        message = f"other outputs {under.condition.words}, {differs}"
+                        results.append(ProbeResult("warning", message, under=under.condition))
+                return results + run_probes(under, probes, first=self.first)
         except Exception as error:
             if isinstance(error, LowtriError) and not isinstance(error, CallError):
                 raise
-            return [said("skipped", first_line(error).removeprefix("audit: "))], []
-        return results + some, notes
+            return [ProbeResult("skipped", first_line(error).removeprefix("audit: "), under=under.condition)]
 
 
 def _code_paths(context: Context) -> Iterator[Context]:
     """Other outputs asked for, and other implementations of attention."""
-    model = context.tested.model
-    named = any(part.__module__.split(".")[0] == "transformers" for part in type(model).__mro__)
+    model, of_transformers = context.tested.model, "transformers" in libraries(context)
     paths = [
         Condition(keyword=(name, value))
         for name in _KEYWORDS
-        if context.tested.accepts(name) or (name.startswith("output_") and named)
+        if context.tested.accepts(name) or (name.startswith("output_") and of_transformers)
         for value in ((True, False) if name == "need_weights" else (True,))
     ]
     if hasattr(model, "set_attn_implementation"):
@@ -113,11 +111,7 @@ def _training(context: Context) -> Iterator[Context]:
     if _same_in_training(context):
         raise Settled(_SAME)
     context = context.with_fewer_queries() if context.is_large else context
-    yield _in_training(replace(context, condition=Condition(name="training")))
-
-
-def _in_training(context: Context) -> Context:
-    return context.under(replace(context.condition, training=True))
+    yield context.under(Condition(name="training", training=True))
 
 
 def _same_in_training(context: Context) -> bool:
@@ -128,36 +122,32 @@ def _same_in_training(context: Context) -> bool:
     if context.tested.module is not context.tested.model:
         return False  # no float64 copy of what a function closes over
     inputs, n = context.inputs, context.n
+    keyword = pad_keyword(context)
     same = [inputs, context.fresh(700), context.fresh(701, "extreme"), context.repeated_token(n - 1)]
     other = [inputs.span(0, t) for t in context.shorter() if t < n] + [inputs.span(n // 2, n)]
     other += [inputs.rows([0])] if context.tested.signature.batch_axis is not None else []
-    keyword = pad_keyword(context)
     try:
         if keyword:
             other += [pad(context, keyword, left, right, 702) for left, right in ((0, 3), (2, 5))]
-        if not _same_in_both_modes(context, [*same, *other]):
+        if not all(_same_in_both_modes(context, example) for example in [*same, *other]):
             return False
-        return _same_in_both_modes(replace(context, tested=context.tested.in_float64()), same)
+        copy64 = replace(context, tested=context.tested.in_float64())
+        return all(_same_in_both_modes(copy64, example) for example in same)
     except Exception:
         return False
 
 
-def _same_in_both_modes(context: Context, examples: list[Inputs]) -> bool:
-    """Whether both modes give the same bits, or refuse an example with the same type of error; up to the first that differs."""
-
-    def answer(mode: Context, inputs: Inputs) -> Array:
+def _same_in_both_modes(context: Context, inputs: Inputs) -> bool:
+    """Whether both modes give the same bits, or refuse the inputs with the same type of error."""
+    answers = list[Array]()
+    for mode in (context, context.under(replace(context.condition, training=True))):
         with mode.applied():
             try:
-                return mode.tested(inputs)
+                answers.append(mode.tested(inputs))
             except Exception as error:
-                return np.array(str(type(error)))
-
-    training = _in_training(context)
-    for inputs in examples:
-        one, other = answer(context, inputs), answer(training, inputs)
-        if not np.array_equal(one, other, equal_nan=one.dtype.kind == other.dtype.kind == "f"):
-            return False
-    return True
+                answers.append(np.array(str(type(error))))
+    one, other = answers
+    return np.array_equal(one, other, equal_nan=one.dtype.kind == other.dtype.kind == "f")
 
 
 def _longer(context: Context) -> Iterator[Context]:
@@ -165,7 +155,7 @@ def _longer(context: Context) -> Iterator[Context]:
 
     Its length is `length=`, else 256 or twice the example's, less where the model takes less.
     """
-    requested, n = context.options.length, context.n
+    requested, n = context.length, context.n
     config = getattr(context.tested.module, "config", None)
     limits = [getattr(config, name, None) for name in _LIMITS.split()]
     sizes = [size for size in limits if isinstance(size, int) and size > 1]
@@ -179,32 +169,18 @@ def _longer(context: Context) -> Iterator[Context]:
         # An index beyond a table of positions is no error to catch there: it ends every later call, too.
         raise Skipped(f"how many positions the model takes on {device} cannot be inferred; pass length=")
     try:
-        longest, why = _longest(context, wanted)
+        longest = _longest(context, wanted)
     except (CallError, MaskError) as error:
         raise Skipped(str(error).splitlines()[0].removeprefix("audit: ")) from None
-    if longest is None:
-        raise Skipped(f"the model takes no longer example: {why}")
     longest = longest.under(Condition(name="longer", length=longest.n))
     yield longest
-    if longest.mode == "eval mode" and "training" in longest.options.conditions and not _same_in_training(longest):
-        yield _in_training(longest)
+    if longest.mode == "eval mode" and "training" in longest.conditions and not _same_in_training(longest):
+        yield longest.under(replace(longest.condition, training=True))
 
 
-def too_short(results: Sequence[ProbeResult], length: int) -> str | None:
-    """Why the longer example is not as long as `length=` requests; None where it is, or where it leaks."""
-    ran = [result for result in results if result.condition == "longer"]
-    if any(result.status == "leak" for result in ran):
-        return None
-    tried = max((result.length or result.measured.get("length", -1) for result in ran), default=-1)
-    if tried >= length:
-        return None
-    skipped = next((result.message for result in ran if result.status == "skipped"), "conditions= leaves it out")
-    return skipped if tried < 0 else f"the model takes no more than {tried} positions"
-
-
-def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
-    """The longest example up to `wanted` positions that the model takes, and why it takes no longer one."""
-    reasons: list[str] = []
+def _longest(context: Context, wanted: int) -> Context:
+    """The longest example up to `wanted` positions that the model takes."""
+    n, reasons = context.n, list[str]()
 
     def tried(length: int) -> Context | None:
         longer = extended(context, length)
@@ -215,12 +191,12 @@ def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
             return None
         return longer
 
-    low, high = context.n, wanted
-    best: Context | None = None
     # Some models take multiples of a chunk alone; the example's length is one.
-    for length in dict.fromkeys((wanted, wanted // low * low)):
-        if length > low and (best := tried(length)) is not None:
-            return best, next(iter(reasons), "")
+    for length in dict.fromkeys((wanted, wanted // n * n)):
+        if length > n and (whole := tried(length)) is not None:
+            return whole
+    best: Context | None = None
+    low, high = n, wanted
     while high - low > 1:
         middle = (low + high) // 2
         longer = tried(middle)
@@ -228,52 +204,9 @@ def _longest(context: Context, wanted: int) -> tuple[Context | None, str]:
             high = middle
         else:
             best, low = longer, middle
-    return best, next(iter(reasons), "")
-
-
-def extended(context: Context, length: int) -> Context:
-    """The real tokens of the first row with inputs drawn at random behind them."""
-    inputs = context.inputs.rows([0])
-    keyword = pad_keyword(context)
-    marks = inputs.settings.get(keyword) if keyword else None
-    if marks is not None and marks.ndim == 2 and not context.real[0].all() and context.real[0].any():
-        inputs = inputs.at(np.flatnonzero(context.real[0]))
-    n = inputs.n
-    declared = context.options.mask.pairs(length, context.inputs.batch)[:1]
-    before = context.options.mask.pairs(context.n, context.inputs.batch)[0][:n, :n]
-    inputs = inputs.with_lengths(lambda lengths: np.full_like(lengths, length))
-    settings = {key: _continued(value, before, length, declared[0]) for key, value in inputs.settings.items()}
-    repeated = tuple(np.concatenate([a, np.repeat(a[:, -1:], length - n, axis=1)], axis=1) for a in inputs.sequences)
-    inputs = replace(inputs, sequences=repeated, settings=settings)
-    inputs = inputs.change(np.arange(length) >= n, context.fresh(600, inputs=inputs))
-    real = np.ones((1, length), bool)
-    if keyword not in settings:
-        real[:, : context.n] = context.real[:1]
-    # Queries behind the example: the last ones, the ones before powers of two, and a spread.
-    edges = [2**power - 1 for power in range(length.bit_length())]
-    spread = np.linspace(n - 1, length - 2, 4).astype(int).tolist()
-    chosen = tuple(sorted({position for position in [*edges, *spread, length - 1] if n - 1 <= position < length}))
-    return replace(context, inputs=inputs, declared=declared, real=real, chosen=chosen)
-
-
-def _continued(value: Array, before: Bools, length: int, allowed: Bools) -> Array:
-    """An array along the positions, continued to more of them: a table that says what the mask says, a constant, a count."""
-    n = len(before)
-    if value.shape[-2:] == (n, n):
-        shown, hidden = value[..., before], value[..., ~before]
-        if all(len(np.unique(part)) <= 1 for part in (shown, hidden)) and shown.size:
-            table = np.where(allowed, shown.flat[0], hidden.flat[0] if hidden.size else shown.flat[0])
-            return np.broadcast_to(table.astype(value.dtype), (*value.shape[:-2], length, length))
-    elif value.shape.count(n) == 1:
-        axis = value.shape.index(n)
-        first = np.take(value, [0], axis)
-        continued = np.repeat(first, length, axis)
-        if value.dtype != bool and n > 1:
-            count = np.arange(length).reshape([-1 if i == axis else 1 for i in range(value.ndim)])
-            continued = np.asarray(first + (np.take(value, [1], axis) - first) * count, value.dtype)
-        if np.array_equal(np.take(continued, np.arange(n), axis), value):
-            return continued
-    raise CallError("audit: other inputs follow the positions, and how they go on cannot be inferred")
+    if best is None:
+        raise Skipped(f"the model takes no longer example: {next(iter(reasons), '')}")
+    return best
 
 
 KINDS: tuple[ConditionKind, ...] = (  # in the order in which they run
@@ -291,7 +224,7 @@ KINDS: tuple[ConditionKind, ...] = (  # in the order in which they run
         "leaks that occur in training mode only",
         (change, gradient, prefix, batch, padding, source, packing),
         _training,
-        skipped_after=("change", "gradient", "prefix"),
+        skipped_after_leak=True,
     ),
     ConditionKind(
         "longer",
@@ -299,7 +232,7 @@ KINDS: tuple[ConditionKind, ...] = (  # in the order in which they run
         "leaks that begin past the end of the example",
         (change, gradient, prefix),
         _longer,
-        skipped_after=("change", "gradient", "prefix"),
+        skipped_after_leak=True,
         first=True,
     ),
     ConditionKind(

@@ -14,22 +14,19 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.adapter import Model
 from lowtri.auditing.declared import DeclaredMask
 from lowtri.auditing.example import Array, Bools, Inputs, Rows, first_line
 from lowtri.auditing.model_under_test import ModelUnderTest
 from lowtri.auditing.restoring import in_mode
 from lowtri.compat.transformers_private import attention_name
-from lowtri.errors import CallError, LowtriError
 
 Sizes = npt.NDArray[np.float64]
 Kind = Literal["clean", "doubt", "leak"]
-_Result = TypeVar("_Result")
 
 # In roundings of the output's precision at the output's magnitude. Between the two a finding is in doubt.
 _SURE = 2.0**10
@@ -55,6 +52,11 @@ class Noise:
     @property
     def greatest(self) -> float:
         return max(self.repeat, self.reorder)
+
+    @property
+    def dependence(self) -> float:
+        """How far an output moves that depends on an input: beyond rounding, and beyond the noise."""
+        return max(64 * self.eps * self.magnitude, 4 * self.greatest)
 
     def classify(self, size: float, scale: float, *, same_order: bool = True) -> Kind:
         """What a movement means when nothing but rounding should have moved anything.
@@ -124,22 +126,17 @@ def compare(
     return Movement(sizes, _magnitude(before, after), noise, same_order, moved)
 
 
-def measured_mask_threshold(noise: Noise) -> float:
-    """How far an output moves that depends on an input: beyond rounding, and beyond the noise."""
-    return max(64 * noise.eps * noise.magnitude, 4 * noise.repeat, 4 * noise.reorder)
-
-
-def measure_noise(tested: ModelUnderTest, inputs: Inputs, first: Rows, ignored: Bools, repeats: int) -> Noise:
+def measure_noise(tested: ModelUnderTest, inputs: Inputs, first: Rows, real: Bools, repeats: int) -> Noise:
     """Run the same input several times, in several orders and under two seeds.
 
     Args:
         first: the rows of a first run on this input.
-        ignored: (B, N), positions whose own output means nothing.
+        real: (B, N), False at positions whose own output means nothing.
         repeats: how many further runs must repeat the first.
     """
     floats = first.dtype.kind == "f"
-    eps, scale = _eps(tested, first), _magnitude(np.where(ignored[..., None], 0, first))
-    nan = np.isnan(first).any(axis=-1) & ~ignored
+    eps, scale = _eps(tested, first), _magnitude(np.where(real[..., None], first, 0))
+    nan = np.isnan(first).any(axis=-1) & real
     if nan.any():
         row, position = np.argwhere(nan)[0]
         reason = (
@@ -149,14 +146,14 @@ def measure_noise(tested: ModelUnderTest, inputs: Inputs, first: Rows, ignored: 
         return Noise(eps, 0.0, 0.0, scale, False, reason)
 
     def apart(rows: Rows) -> float:
-        return float(np.nan_to_num(np.where(ignored, 0, movement(first, rows)), nan=np.inf).max())
+        return float(np.nan_to_num(np.where(real, movement(first, rows), 0), nan=np.inf).max())
 
     repeat = max(apart(tested(inputs)) for _ in range(repeats))
     reseeded = apart(tested(inputs, seed=tested.seed + 1))
     broken = None
     if repeat > (_SURE * eps * scale if floats else 0):
         broken = f"the same input gives different outputs from run to run ({describe_difference(repeat)}, seeds fixed)"
-    reorder = _reorder(tested, inputs, first, ignored, eps * scale) if floats else 0.0
+    reorder = _reorder(tested, inputs, first, real, eps * scale) if floats else 0.0
     return Noise(eps, repeat, reorder, scale, reseeded > repeat, broken)
 
 
@@ -190,7 +187,7 @@ def _eps(tested: ModelUnderTest, rows: Rows) -> float:
     return max(float((np if isinstance(kind, np.dtype) else sys.modules["torch"]).finfo(kind).eps) for kind in kinds)
 
 
-def _reorder(tested: ModelUnderTest, inputs: Inputs, first: Rows, ignored: Bools, rounding: float) -> float:
+def _reorder(tested: ModelUnderTest, inputs: Inputs, first: Rows, real: Bools, rounding: float) -> float:
     """How far outputs move with the batch reversed, and in a batch of one."""
     if tested.signature.batch_axis is None:
         return 0.0
@@ -202,41 +199,10 @@ def _reorder(tested: ModelUnderTest, inputs: Inputs, first: Rows, ignored: Bools
     greatest = 0.0
     for other, count in zip(others, (len(first), 1), strict=True):
         if other.shape == first[:count].shape:
-            moved = np.where(ignored[:count], 0.0, np.nan_to_num(movement(first[:count], other)))
+            moved = np.where(real[:count], np.nan_to_num(movement(first[:count], other)), 0.0)
             # Movements beyond any rounding are the batch probe's to judge; they are not noise.
             greatest = max(greatest, float(moved[moved <= 64 * rounding].max(initial=0.0)))
     return greatest
-
-
-@dataclass(frozen=True)
-class Options:
-    """What probes read of `audit`'s arguments, where they are described."""
-
-    adapter: Model
-    mask: DeclaredMask
-    conditions: tuple[str, ...] = ("eval",)
-    length: int | None = 0
-    seed: int = 0
-
-
-def vocabulary(tested: ModelUnderTest, inputs: Inputs) -> npt.NDArray[np.int64]:
-    """The ids to draw from: those of the table in which the example's are looked up, else those that the config names."""
-    present = np.unique(inputs.sequences[0]).astype(np.int64) if inputs.discrete else np.zeros(2, np.int64)
-    size = tested.adapter.vocab_size
-    if size is None and inputs.discrete:
-        size = vocabulary_size(tested.module)
-        if tested.in_torch:
-            from lowtri.auditing.torch_hooks import looked_up
-
-            with contextlib.suppress(Exception):  # the example's own run reports it
-                size = min(filter(None, (size, looked_up(tested, inputs))), default=None)
-    if size is not None:
-        return np.arange(size)
-    if len(present) < 2:
-        raise CallError(
-            "audit: the example repeats one id, and how many ids there are cannot be inferred.\nFix: pass Model(vocab_size=)."
-        )
-    return present
 
 
 def vocabulary_size(model: Any) -> int | None:
@@ -259,70 +225,50 @@ class Condition:
     length: int | None = None  # of a longer example
 
     @property
-    def added(self) -> str:
-        """What is added to the call."""
-        if self.keyword is not None:
-            return "{}={}".format(*self.keyword)
-        attention = f"attn_implementation={self.attention}" if self.attention else ""
-        return attention or ("torch.compile" if self.compiled else "")
-
-    @property
     def words(self) -> str:
         """As the start of a sentence."""
         parts = [
             "in training mode" if self.training else "",
-            f"with {self.added}" if self.added else "",
+            "with {}={}".format(*self.keyword) if self.keyword else "",
+            f"with attn_implementation={self.attention}" if self.attention else "",
+            "with torch.compile" if self.compiled else "",
             f"in an example of {self.length} positions" if self.length else "",
         ]
         return ", ".join(part for part in parts if part)
 
 
+EXAMPLE = Condition()  # none of them
+
+
+@dataclass(eq=False)
 class Run:
     """A run of a model on some inputs, computed when its output is first read.
 
-    Args:
-        compute: how the rows are computed, if not by one call of the model.
+    Attributes:
+        own: how the rows are computed, if not by one call of the model.
         calls: how many positions each call of the module computes, where there are several; None where that is not known.
+        start: the row and the position of the inputs at which the output begins.
     """
 
-    def __init__(
-        self,
-        tested: ModelUnderTest,
-        inputs: Inputs,
-        compute: Callable[[], Rows] | None = None,
-        calls: Sequence[int] | None = (),
-        start: tuple[int, int] = (0, 0),
-    ) -> None:
-        self.tested = tested
-        self.inputs = inputs
-        self.calls = calls
-        self.start = start
-        self.compute = functools.partial(tested, inputs) if compute is None else compute
+    tested: ModelUnderTest
+    inputs: Inputs
+    own: Callable[[], Rows] | None = None
+    calls: Sequence[int] | None = ()
+    start: tuple[int, int] = (0, 0)
+
+    def compute(self) -> Rows:
+        """The rows (B, N, F), anew."""
+        return self.tested(self.inputs) if self.own is None else self.own()
 
     @functools.cached_property
     def output(self) -> Rows:
-        """(B, N, F)."""
         return self.compute()
 
     def part(self, rows: slice = slice(None), positions: slice = slice(None)) -> Run:
         """Some rows and positions of the output."""
-        part = Run(self.tested, self.inputs, self.compute, self.calls, (rows.start or 0, positions.start or 0))
+        part = replace(self, start=(rows.start or 0, positions.start or 0))
         part.output = self.output[rows, positions]
         return part
-
-    def watch(self, row: int, position: int) -> Any:
-        """A position of the output, with what `torch_hooks.locate` needs to compare the modules of two runs; or None."""
-        if self.tested.module is None or self.calls is None:
-            return None
-        from lowtri.auditing.torch_hooks import DivergingRuns
-
-        row, position = row + self.start[0], position + self.start[1]
-        n, call = self.inputs.n, -1
-        if self.calls:
-            starts = np.cumsum([0, *self.calls])
-            call = int(np.searchsorted(starts, position, side="right")) - 1
-            position, n = position - int(starts[call]), self.calls[call]
-        return DivergingRuns(self.tested.module, self.compute, row, position, (self.inputs.batch, n), call)
 
 
 @dataclass
@@ -336,18 +282,19 @@ class Context:
     inputs: Inputs
     declared: Bools  # (1 or B, N, N): the mask
     real: Bools  # (B, N): False at pads, whose own output means nothing
-    options: Options
+    mask: DeclaredMask
     vocabulary: npt.NDArray[np.int64]  # ids to draw from
+    conditions: tuple[str, ...] = ("eval",)  # of `audit`'s arguments, as is the next one
+    length: int | None = 0
     show_progress: Callable[[str], None] = lambda what: None
-    condition: Condition = field(default_factory=Condition)
-    chosen: tuple[int, ...] | None = None  # the queries to look at, where `exact` does not say
+    condition: Condition = EXAMPLE
+    chosen: tuple[int, ...] | None = None  # the queries to look at; by default all, or a sample
     fresh_copy: Any = None  # a copy of the model that has never been called
     separator: int | None = None  # a token that ends documents: it is not changed, and not drawn
     probe: str = ""  # the one that runs
     seen: Sizes = field(init=False)  # (Nq, Nk): how far outputs moved, NaN where not looked at
-    depends: Bools | None = field(
-        init=False, default=None
-    )  # (B, N, N): whether an output moved, once all pairs were tried
+    # (B, N, N): whether an output moved, once all pairs were tried.
+    depends: Bools | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.seen = np.full((self.n, self.n), np.nan)
@@ -355,11 +302,6 @@ class Context:
     @property
     def n(self) -> int:
         return self.inputs.n
-
-    @property
-    def ignored(self) -> Bools:
-        """Positions (B, N) of pads, whose own output means nothing."""
-        return np.broadcast_to(~self.real, (self.inputs.batch, self.n))
 
     @functools.cached_property
     def allowed(self) -> Bools:
@@ -385,14 +327,14 @@ class Context:
             inputs = inputs.having(dict([condition.keyword]))
         return replace(self, tested=tested, inputs=inputs, condition=condition)
 
-    @contextlib.contextmanager
-    def on_copy(self) -> Iterator[ModelUnderTest]:
+    def copied(self) -> ModelUnderTest:
         """A copy of the model that was never called, under this condition."""
         if self.fresh_copy is None or self.condition.attention or self.condition.compiled:
             raise LookupError("there is no copy under this condition")
         model = copy.deepcopy(self.fresh_copy)
-        with in_mode(model, True if self.tested.training else None):
-            yield replace(self.tested, model=model)
+        if self.condition.training:
+            model.train()
+        return replace(self.tested, model=model)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -432,7 +374,7 @@ class Context:
     def noise(self) -> Noise:
         """How far the example's outputs move when nothing that matters changes."""
         repeats = 1 if self.is_large else 3
-        return measure_noise(self.tested, self.inputs, self.base, self.ignored, repeats)
+        return measure_noise(self.tested, self.inputs, self.base, self.real, repeats)
 
     @functools.cached_property
     def float64(self) -> Context | str:
@@ -440,15 +382,9 @@ class Context:
         if self.tested.signature.dtypes[0] == np.dtype(np.float64):
             return "it is float64 already"
         try:
-            tested = self.tested.in_float64()
-            functions = {
-                name: _of_copy(getattr(self.options.adapter, name), self.tested.model, tested.model)
-                for name in ("step", "prefill", "alone")
-            }
-            adapter = replace(self.options.adapter, **functions)
-            copy64 = replace(self, tested=tested, options=replace(self.options, adapter=adapter), fresh_copy=None)
+            copy64 = replace(self, tested=self.tested.in_float64(), fresh_copy=None)
             broken = copy64.noise.broken
-            apart = float(np.nanmax(np.where(self.ignored, 0.0, movement(self.base, copy64.base))))
+            apart = float(np.nanmax(np.where(self.real, movement(self.base, copy64.base), 0.0)))
         except Exception as error:
             return first_line(error, typed=False)
         if copy64.base.dtype.kind != "f" or broken:
@@ -457,22 +393,10 @@ class Context:
             return f"the outputs of the copy differ, by {apart:.2g}"
         return copy64
 
-    def on_example(self, work: Callable[[], _Result]) -> _Result:
-        """`work()`, which runs the model on the example; what the model raises there becomes a CallError."""
-        try:
-            return work()
-        except LowtriError:
-            raise
-        except Exception as error:
-            raise CallError(
-                f"audit: the model raised {first_line(error)}, on the example itself.\n"
-                "Fix: an example that the model takes: ids within its table, the dtype it needs, all of its inputs."
-            ) from error
-
     def independent_of(self, where: Bools) -> Bools:
         """Positions (B, N) whose output may depend on nothing of `where`, (N,) or (B, N)."""
         sees = np.any(self.allowed & np.atleast_2d(where)[:, None, :], axis=-1)  # (1 or B, N)
-        return ~np.broadcast_to(sees, (self.inputs.batch, self.n)) & ~self.ignored
+        return ~np.broadcast_to(sees, (self.inputs.batch, self.n)) & self.real
 
     def compare(self, after: Rows, where: Bools | bool = True, **more: Any) -> Movement:
         """Another run against the example's own rows."""
@@ -480,7 +404,7 @@ class Context:
 
     def fresh(self, salt: int, kind: str = "random", inputs: Inputs | None = None) -> Inputs:
         """Other values for every position of the example (or of `inputs`): `random` ones, or `extreme` ones."""
-        inputs, rng = inputs or self.inputs, np.random.default_rng([self.options.seed, salt])
+        inputs, rng = inputs or self.inputs, np.random.default_rng([self.tested.seed, salt])
         ids = self.vocabulary if self.separator is None else self.vocabulary[self.vocabulary != self.separator]
         values = tuple(self._kept(values, random_values(values, ids, rng, kind)) for values in inputs.sequences)
         return replace(inputs, sequences=values)
@@ -537,15 +461,6 @@ class Context:
     def shorter(self) -> list[int]:
         """Lengths to cut the input off at."""
         return [t for t in self.chosen or self.sample(16) if t > 0]
-
-
-def _of_copy(value: Any, model: Any, copy64: Any) -> Any:
-    """The model itself, or a method of it, as the copy's own; anything else as it is."""
-    if value is not None and value is model:
-        return copy64
-    if getattr(value, "__self__", None) is model and hasattr(value, "__name__"):
-        return getattr(copy64, value.__name__)
-    return value
 
 
 def random_values(values: Array, vocabulary: npt.NDArray[np.int64], rng: np.random.Generator, kind: str) -> Array:

@@ -53,20 +53,17 @@ class DeclaredMask:
         Raises:
             MaskError: if the mask is a table of other lengths.
         """
-        if isinstance(self.mask, np.ndarray):
-            table = self.mask
-        elif positions is None:
-            table = np.array(self.mask.dense(n), dtype=bool)
+        if positions is None or isinstance(self.mask, np.ndarray):
+            table = _dense(self.mask, n)
         else:
             at = np.maximum(positions, 0)
             table = np.ones((1, n, n), bool)
             for part in _conjuncts(self.mask):
-                dense = _by_rows(np.array(part.dense(n), dtype=bool))
+                dense = _dense(part, n)
                 if not _has(part, _OF_ARRAYS):
                     dense = np.broadcast_to(dense, (batch, n, n))
                     dense = np.stack([one[np.ix_(row, row)] for one, row in zip(dense, at, strict=True)])
                 table = table & dense
-        table = _by_rows(table)
         if table.shape[0] not in (1, batch) or table.shape[1:] != (n, n):
             raise CallError(
                 f"audit: mask gives a table of {tuple(table.shape)}, the example has {batch} row(s) of {n} positions.\n"
@@ -80,47 +77,31 @@ class DeclaredMask:
 
         A key that is shown to no query is a pad in no other case: a forecaster's horizon sees the past, and must not see itself.
         """
-        table = self.pairs(n, self._rows)
-        pads = ~table.any(axis=1) & ~table.any(axis=2)
-        if isinstance(self.mask, Mask):
-            for part in _parts(self.mask, (Keys, KeyLengths)):
-                hidden = ~_by_rows(np.array(part.dense(n), dtype=bool)).any(axis=1)
-                pads = pads | (hidden & ~table.any(axis=1))
+        table = self.pairs(n, len(_dense(self.mask, n)))
+        never_seen = ~table.any(axis=1)
+        pads = never_seen & ~table.any(axis=2)
+        for part in _parts(self.mask, (Keys, KeyLengths)):
+            pads = pads | (never_seen & ~_dense(part, n).any(axis=1))
         return np.asarray(pads)
-
-    @property
-    def _rows(self) -> int:
-        """How many rows the mask speaks of."""
-        if isinstance(self.mask, np.ndarray):
-            return len(_by_rows(self.mask))
-        return self.mask.batch[0] if self.mask.batch else 1
 
     @property
     def names_documents(self) -> bool:
         """Whether the mask is made with `documents(...)`."""
-        return isinstance(self.mask, Mask) and _has(self.mask, (Documents, PackedDocuments))
-
-    @property
-    def is_table(self) -> bool:
-        """Whether the mask has a table of pairs, whose blocks may be documents."""
-        return isinstance(self.mask, np.ndarray) or _has(self.mask, (Table,))
+        return _has(self.mask, (Documents, PackedDocuments))
 
     def documents(self, n: int) -> npt.NDArray[np.int64] | None:
         """The number of each position's document, (1 or B, N), where the mask names documents or its table keeps blocks apart."""
-        if not (self.names_documents or self.is_table):
+        if not (isinstance(self.mask, np.ndarray) or _has(self.mask, (Table, Documents, PackedDocuments))):
             return None
-        table = _by_rows(self.mask if isinstance(self.mask, np.ndarray) else np.array(self.mask.dense(n), dtype=bool))
-        labels = np.array([blocks(row) for row in table])
+        labels = np.array([blocks(row) for row in _dense(self.mask, n)])
         return labels if (labels.max(axis=1) > 0).any() else None
 
     @property
     def is_relative(self) -> bool:
         """Whether the mask is the same wherever a row begins: nothing but distances and arrays decide."""
-        if isinstance(self.mask, np.ndarray):
-            return True
-        for part in _conjuncts(self.mask):
+        for part in () if isinstance(self.mask, np.ndarray) else _conjuncts(self.mask):
             if not _has(part, _OF_ARRAYS):
-                table = _by_rows(np.array(part.dense(40), dtype=bool))
+                table = _dense(part, 40)
                 if any((table[:, s:, s:] != table[:, :-s, :-s]).any() for s in (1, 2, 3)):
                     return False
         return True
@@ -137,8 +118,9 @@ class DeclaredMask:
         return reach
 
 
-def _by_rows(table: Bools) -> Bools:
-    """(1 or B, N, N)."""
+def _dense(mask: Mask | Bools, n: int) -> Bools:
+    """The pairs (1 or B, N, N) of a mask, whatever its heads."""
+    table = mask if isinstance(mask, np.ndarray) else np.array(mask.dense(n), dtype=bool)
     if table.ndim == 4:
         return np.asarray(table.any(axis=1))
     return table[None] if table.ndim == 2 else table
@@ -152,8 +134,8 @@ def _conjuncts(mask: Mask) -> Iterator[Mask]:
         yield mask
 
 
-def _parts(mask: Mask, kinds: tuple[type, ...]) -> Iterator[Mask]:
-    """The masks of some kinds inside a mask."""
+def _parts(mask: Any, kinds: tuple[type, ...]) -> Iterator[Mask]:
+    """The masks of some kinds inside a mask; an array has none."""
     waiting: list[Any] = [mask]
     while waiting:
         part = waiting.pop()
@@ -165,7 +147,7 @@ def _parts(mask: Mask, kinds: tuple[type, ...]) -> Iterator[Mask]:
             waiting += [value for value in part if isinstance(value, Mask)]
 
 
-def _has(mask: Mask, kinds: tuple[type, ...]) -> bool:
+def _has(mask: Any, kinds: tuple[type, ...]) -> bool:
     return next(_parts(mask, kinds), None) is not None
 
 

@@ -45,8 +45,10 @@ class Inputs:
         return not np.issubdtype(self.sequences[0].dtype, np.inexact)
 
     def having(self, settings: Mapping[Any, Any]) -> Inputs:
-        """With these settings in addition to, or in place of, its own."""
-        return replace(self, settings={**self.settings, **settings})
+        """With these settings in addition to, or in place of, its own; what belongs to the rows stays so."""
+        per_row = {key: value for key, value in settings.items() if key in self.per_row}
+        others = {key: value for key, value in settings.items() if key not in per_row}
+        return replace(self, settings={**self.settings, **others}, per_row={**self.per_row, **per_row})
 
     def change(self, where: Bools, other: Inputs) -> Inputs:
         """Take `other`'s values where `where`, (N,) or (B, N), is true."""
@@ -97,14 +99,13 @@ class Inputs:
     def rows(self, index: Sequence[int]) -> Inputs:
         """The given rows of the batch, in the given order."""
         index = list(index)
-        settings = {
-            key: value[index] if _is_array(value) and value.ndim > 1 and len(value) == self.batch else value
-            for key, value in self.settings.items()
-        }
-        per_row = {
-            key: [value[i] for i in index] if isinstance(value, list) else value[index]
-            for key, value in self.per_row.items()
-        }
+
+        def of(value: Any) -> Any:
+            return [value[i] for i in index] if isinstance(value, list) else value[index]
+
+        with_rows = {k for k, v in self.settings.items() if _is_array(v) and v.ndim > 1 and len(v) == self.batch}
+        settings = {key: of(value) if key in with_rows else value for key, value in self.settings.items()}
+        per_row = {key: of(value) for key, value in self.per_row.items()}
         return replace(self, sequences=tuple(a[index] for a in self.sequences), settings=settings, per_row=per_row)
 
 
@@ -191,16 +192,17 @@ def read_example(example: Any, adapter: Model) -> tuple[Inputs, CallSignature]:
         example: ids (N,) or (B, N); vectors (N, D), (B, N, D) or (B, H, N, D); or a tuple or dict of them and of constants.
         adapter: its `inputs` and `axes`; the model is read for its device and dtype.
     """
-    model, letters = adapter.call, adapter.layout.input
+    model = adapter.call
     several = isinstance(example, (Mapping, tuple))
     parts = example if several else (example,)
     entries: dict[Hashable, Any] = dict(example) if isinstance(example, Mapping) else dict(enumerate(parts))
     keys = _sequence_keys(entries, adapter) if several or adapter.inputs is not None else [0]
-    in_torch = any(_is_tensor(value) for value in entries.values()) or _is_module(model)
+    is_module = hasattr(model, "named_modules") and hasattr(model, "parameters")
+    tensors = [*(model.parameters() if is_module else ()), *filter(_is_tensor, entries.values())]
+    in_torch = is_module or len(tensors) > 0
     sequences = [_as_array(entries[key], f"example[{key!r}]" if several else "example") for key in keys]
-    position_axes = [_position_axis(array, letters) for array in sequences]
-    batch_axes = [_batch_axis(array, axis, letters) for array, axis in zip(sequences, position_axes, strict=True)]
-    rows = [positions_first(*layout) for layout in zip(sequences, batch_axes, position_axes, strict=True)]
+    axes = [_axes(array, adapter.layout.input) for array in sequences]
+    rows = [positions_first(array, *layout) for array, layout in zip(sequences, axes, strict=True)]
     batch, n = rows[0].shape[:2]
     shape = tuple(sequences[0].shape)
     if batch == 0:
@@ -210,26 +212,26 @@ def read_example(example: Any, adapter: Model) -> tuple[Inputs, CallSignature]:
             f"audit: example has {n} position(s), shape {shape}; a leak needs at least 2.\n"
             "Fix: give a longer example, or say where its positions are with Model(axes=)."
         )
-    settings: dict[Hashable, Any] = {}
-    constants: dict[Hashable, Any] = {}
-    per_row: dict[Hashable, Any] = {}
-    batched = batch_axes[0] is not None
+    settings, per_row = dict[Hashable, Any](), dict[Hashable, Any]()
+    constants, batch_axis = dict[Hashable, Any](), axes[0][0]
     for key in [key for key in entries if key not in keys]:
         value, array = entries[key], maybe_array(entries[key])
-        if array is not None and not _is_of_source(key, keys) and _follows_positions(array, batch if batched else 0, n):
+        in_rows = (
+            value if isinstance(value, list) else array
+        )  # numbers, names, or arrays, one for each row of the batch
+        if array is not None and not _is_of_source(key, keys) and _follows_positions(array, batch_axis, batch, n):
             settings[key] = array
-        elif batched and _has_rows(value, array, batch):
+        elif batch_axis is not None and in_rows is not None and len(in_rows) == batch:
             per_row[key] = value
         else:
             constants[key] = value
-    tensors = [*(model.parameters() if _is_module(model) else ()), *filter(_is_tensor, entries.values())]
     signature = CallSignature(
         keys=tuple(keys),
         constants=constants,
-        batch_axis=batch_axes[0],
-        position_axes=tuple(position_axes),
+        batch_axis=batch_axis,
+        position_axes=tuple(axis for _, axis in axes),
         torch=in_torch,
-        dtypes=tuple(_dtype(entries[key], array, in_torch, model) for key, array in zip(keys, sequences, strict=True)),
+        dtypes=tuple(_dtype(entries[k], array, in_torch, tensors) for k, array in zip(keys, sequences, strict=True)),
         device=tensors[0].device if tensors else None,
     )
     return Inputs(tuple(rows), settings, per_row), signature
@@ -242,17 +244,11 @@ def _is_of_source(key: Hashable, keys: Sequence[Hashable]) -> bool:
     return str(key).startswith(_SOURCE_NAMES) and not str(keys[0]).startswith(_SOURCE_NAMES)
 
 
-def _follows_positions(array: Array, batch: int, n: int) -> bool:
+def _follows_positions(array: Array, batch_axis: int | None, batch: int, n: int) -> bool:
     """Whether an array has an axis of the positions; one number for each of as many rows belongs to the rows."""
-    if array.ndim == 1 and batch == n == len(array):
+    if array.ndim == 1 and batch_axis is not None and batch == n == len(array):
         return bool(array.dtype == bool or np.array_equal(array, np.arange(n)))
     return n in array.shape
-
-
-def _has_rows(value: Any, array: Array | None, batch: int) -> bool:
-    """Whether there is one entry for each row of the batch: numbers, names, or arrays."""
-    rows = value if isinstance(value, list) else array
-    return rows is not None and len(rows) == batch
 
 
 def _sequence_keys(entries: dict[Hashable, Any], adapter: Model) -> list[Hashable]:
@@ -272,11 +268,11 @@ def _sequence_keys(entries: dict[Hashable, Any], adapter: Model) -> list[Hashabl
             f"audit: example has no array among {sorted(map(str, entries))}.\n"
             "Fix: add the sequence, ids (B, N) or vectors (B, N, D); Model(inputs=) names its entry."
         )
-    sequence = _as_array(entries[first], f"example[{first!r}]")
+    sequence, keys = _as_array(entries[first], f"example[{first!r}]"), [first]
     if not np.issubdtype(sequence.dtype, np.inexact):
-        return [first]
+        return keys
     # Q, K and V move together; a table of pairs or an additive mask is a setting.
-    axis, keys = _position_axis(sequence, adapter.layout.input), [first]
+    _, axis = _axes(sequence, adapter.layout.input)
     for key, value in entries.items():
         other = maybe_array(value) if key != first else None
         if other is not None and np.issubdtype(other.dtype, np.inexact) and other.ndim == sequence.ndim:
@@ -291,43 +287,32 @@ def _looks_like_a_mask(array: Array) -> bool:
     return bool(values[0] < -1e3 or set(values.tolist()) <= {0.0, 1.0})
 
 
-def _axes_of_one_row(array: Array) -> int:
-    """How many axes ids (N,) or vectors (N, D) have without a batch."""
-    return 2 if np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2 else 1
-
-
-def _position_axis(array: Array, letters: str | None) -> int:
+def _axes(array: Array, letters: str | None) -> tuple[int | None, int]:
+    """The axes of the batch, None where there is none, and of the positions."""
     if letters is None:
-        return array.ndim - _axes_of_one_row(array)
+        position = array.ndim - (2 if np.issubdtype(array.dtype, np.inexact) and array.ndim >= 2 else 1)
+        return 0 if position else None, position
     if len(letters) != array.ndim:
         raise CallError(
             f"audit: axes={letters!r} names {len(letters)} axes, the example has the shape {tuple(array.shape)}.\n"
             "Fix: a letter for each axis, N the positions and B the batch."
         )
-    return letters.index("N")
-
-
-def _batch_axis(array: Array, axis: int, letters: str | None) -> int | None:
-    if letters is not None:
-        return letters.index("B") if "B" in letters else None
-    return None if array.ndim <= _axes_of_one_row(array) else next(i for i in range(array.ndim) if i != axis)
+    return letters.index("B") if "B" in letters else None, letters.index("N")
 
 
 def _as_array(value: Any, name: str) -> Array:
     if getattr(value, "is_meta", False):
         raise CallError(f"audit: {name} is on the device meta, which stores no values.\nFix: give it with its values.")
     array = maybe_array(value)
-    if array is None or array.dtype.kind not in "biufc":
-        what = f"of {array.dtype}" if array is not None else f"a {type(value).__name__}"
-        if _is_tensor(value):
-            what = f"a tensor of the layout {value.layout}"
-        elif array is not None:
-            what = f"{what} {array.shape}"
-        raise CallError(
-            f"audit: {name} is {what}, not an array of token ids or of vectors.\n"
-            "Fix: give ids (N,) or (B, N), or vectors (N, D) or (B, N, D); Model(inputs=) names the entry of a dict."
-        )
-    return array
+    if array is not None and array.dtype.kind in "biufc":
+        return array
+    what = f"a {type(value).__name__}" if array is None else f"of {array.dtype} {array.shape}"
+    if _is_tensor(value):
+        what = f"a tensor of the layout {value.layout}"
+    raise CallError(
+        f"audit: {name} is {what}, not an array of token ids or of vectors.\n"
+        "Fix: give ids (N,) or (B, N), or vectors (N, D) or (B, N, D); Model(inputs=) names the entry of a dict."
+    )
 
 
 def maybe_array(value: Any) -> Array | None:
@@ -361,18 +346,12 @@ def _is_tensor(value: Any) -> bool:
     return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach")
 
 
-def _is_module(model: Any) -> bool:
-    return hasattr(model, "named_modules") and hasattr(model, "parameters")
-
-
-def _dtype(value: Any, array: Array, in_torch: bool, model: Any) -> Any:
-    if _is_tensor(value):
-        return value.dtype
-    if not in_torch:
-        return array.dtype
+def _dtype(value: Any, array: Array, in_torch: bool, tensors: Sequence[Any]) -> Any:
+    """The dtype in which a sequence is passed on: of arrays for a torch model, that of its own floats."""
+    if _is_tensor(value) or not in_torch:
+        return value.dtype if _is_tensor(value) else array.dtype
     import torch
 
     if not np.issubdtype(array.dtype, np.floating):
         return torch.from_numpy(np.zeros(1, array.dtype)).dtype
-    floats = (p.dtype for p in model.parameters() if p.is_floating_point()) if _is_module(model) else iter(())
-    return next(floats, torch.get_default_dtype())
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())

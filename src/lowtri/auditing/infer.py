@@ -6,22 +6,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.auditing.adapter import as_model
-from lowtri.auditing.arguments import check_arguments, redrawn
-from lowtri.auditing.context import Context, Options, measured_mask_threshold, movement, vocabulary
+from lowtri.auditing.adapter import read_model
+from lowtri.auditing.context import Context, movement
 from lowtri.auditing.declared import DeclaredMask, blocks
 from lowtri.auditing.example import Bools, read_example
 from lowtri.auditing.model_under_test import ModelUnderTest
-from lowtri.auditing.pads import real_positions
+from lowtri.auditing.reading import read_context
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, UndecidedError
 from lowtri.masks import Mask, documents, full, table
 from lowtri.masks import mask as read_mask
+
+Labels: TypeAlias = NDArray[Any]
 
 _PARTS = 3  # atoms of a formula, at most
 _NO_FORMULA = "no formula of three parts"
@@ -61,62 +62,60 @@ class InferredMask:
     @property
     def line(self) -> str:
         """The text and the layers in one line."""
-        parts = [self.text]
-        if len(set(self.layers)) > 1:
-            parts.append(_described(self.layers))
-        if self.differs:
-            parts.append(f"nearest: {self.nearest}, but for {len(self.differs)} pairs")
-        return "; ".join(parts)
+        nearest = [f"nearest: {self.nearest}, but for {len(self.differs)} pairs"] if self.differs else []
+        return "; ".join([self.text, *self._by_layer, *nearest])
 
     @property
     def message(self) -> str:
         """The text, the layers, and the pairs that no formula explains."""
-        lines = [self.text]
-        if self.differs and self.seen.shape[-1] <= 48:
-            lines += [
-                "",
-                *("  " + line for line in table(self.seen.any(axis=0)).draw(self.seen.shape[-1]).splitlines()),
-                "",
-            ]
-        if len(set(self.layers)) > 1:
-            lines.append(_described(self.layers))
+        lines, n = [self.text], self.seen.shape[-1]
+        if self.differs and n <= 48:
+            drawing = table(self.seen.any(axis=0)).draw(n)
+            lines += ["", *("  " + line for line in drawing.splitlines()), ""]
+        lines += self._by_layer
         if self.differs:
             pairs = ", ".join(f"({q}, {k})" for q, k in self.differs[:5])
             lines.append(f"nearest formula: {self.nearest}, which differs at {len(self.differs)} pairs: {pairs}")
         return "\n".join(lines)
 
+    @property
+    def _by_layer(self) -> list[str]:
+        return [_described(self.layers)] if len(set(self.layers)) > 1 else []
+
 
 def fitted(seen: Bools, care: Bools, labels: Any = None) -> InferredMask:
-    """The simplest formula that agrees with `seen`, (1 or B, N, N), at the pairs `care`; else a table."""
+    """The simplest formula that agrees with `seen`, (1 or B, N, N), at the pairs `care`; else a table.
+
+    Args:
+        labels: the document of each position, (1 or B, N); by default the stretches that no measured pair crosses.
+    """
     seen, care = np.broadcast_arrays(seen, care)
-    atoms = list(_atoms(seen, care, labels))
-    found = _simplest(seen, care, atoms) or _within_documents(seen, care, labels)
+    blocked = np.array([blocks(pairs) for pairs in seen & care]) if labels is None else labels
+    atoms = list(_atoms(seen, care, blocked, labels is not None))
+    found = _simplest(seen, care, atoms) or _within_documents(seen, care, blocked)
+    if found is not None and "<" not in found[0]:
+        return InferredMask(found[1], found[0], (), seen, found[0])
+    # An array has no formula, but each row may have one.
+    text = _by_row(seen, care, blocked if found is not None else labels)
     if found is not None:
-        text, formula = found
-        if "<" in text:  # an array has no formula, but each row may have one
-            text = _by_row(seen, care, _unconnected(seen, care) if labels is None else labels) or _NO_FORMULA
+        return InferredMask(found[1], text or _NO_FORMULA, (), seen, text or _NO_FORMULA)
+    formula = table(seen[0] if (seen == seen[:1]).all() else seen[:, None])
+    if text:
         return InferredMask(formula, text, (), seen, text)
     wrong = [((atom.pairs != seen) & care) for atom in atoms]
     best = int(np.argmin([int(table.sum()) for table in wrong]))
     pairs = tuple((int(q), int(k)) for q, k in np.argwhere(wrong[best].any(axis=0)))
-    formula = table(seen[0] if len(seen) == 1 or (seen == seen[:1]).all() else seen[:, None])
-    text = _by_row(seen, care, labels)
-    if text:
-        return InferredMask(formula, text, (), seen, text)
     return InferredMask(formula, _NO_FORMULA, (), seen, atoms[best].text, pairs)
 
 
 def _by_row(seen: Bools, care: Bools, labels: Any) -> str:
     """The formula of each row of the batch, where each has one; else nothing."""
-    if len(seen) < 2:
-        return ""
     rows = []
-    for number in range(len(seen)):
-        of_row = None if labels is None else labels[number : number + 1]
-        fit = fitted(seen[number : number + 1], care[number : number + 1], of_row)
+    for row in range(len(seen)) if len(seen) > 1 else ():
+        fit = fitted(seen[[row]], care[[row]], None if labels is None else labels[[row]])
         if fit.differs or "<" in fit.text:
             return ""
-        rows.append(f"row {number}: {fit.text}")
+        rows.append(f"row {row}: {fit.text}")
     return "; ".join(rows)
 
 
@@ -128,10 +127,8 @@ def _simplest(seen: Bools, care: Bools, atoms: Sequence[_Atom]) -> tuple[str, Ma
     return None
 
 
-def _within_documents(seen: Bools, care: Bools, labels: Any) -> tuple[str, Mask] | None:
+def _within_documents(seen: Bools, care: Bools, labels: Labels) -> tuple[str, Mask] | None:
     """A formula whose positions count from the start of each document: the documents are searched as the rows of a batch."""
-    if labels is None:
-        labels = _unconnected(seen, care)
     begins = np.ones(labels.shape, bool)
     begins[:, 1:] = labels[:, 1:] != labels[:, :-1]
     come_again = any(len(set(row.tolist())) < count for row, count in zip(labels, begins.sum(1).tolist(), strict=True))
@@ -146,18 +143,13 @@ def _within_documents(seen: Bools, care: Bools, labels: Any) -> tuple[str, Mask]
         inside = slice(start, stop)
         own_seen[document, : stop - start, : stop - start] = seen[row, inside, inside]
         own_care[document, : stop - start, : stop - start] = care[row, inside, inside]
-    found = _simplest(own_seen, own_care, list(_atoms(own_seen, own_care, np.zeros((len(rows), n), int))))
+    found = _simplest(own_seen, own_care, list(_atoms(own_seen, own_care, np.zeros((len(rows), n), int), True)))
     if found is None:
         return None
     same = (labels == labels[:1]).all()
     lengths = (stops - starts)[rows == 0].tolist()
     formula = documents(lengths=lengths, inner=found[0]) if same else documents(labels, inner=found[0])
     return repr(formula), formula
-
-
-def _unconnected(seen: Bools, care: Bools) -> NDArray[np.int64]:
-    """A number for each position, (1 or B, N), the same in each stretch that no measured pair crosses."""
-    return np.array([blocks(row & wanted) for row, wanted in zip(seen, care, strict=True)])
 
 
 def _solutions(seen: Bools, care: Bools, atoms: Sequence[_Atom], parts: int) -> Iterator[tuple[str, Mask]]:
@@ -185,7 +177,7 @@ def _solutions(seen: Bools, care: Bools, atoms: Sequence[_Atom], parts: int) -> 
                     yield f"{atom.text} {sign} {f'({text})' if compound else text}", joined
 
 
-def _atoms(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
+def _atoms(seen: Bools, care: Bools, labels: Labels, given: bool) -> Iterator[_Atom]:
     """What formulas are made of, simplest first, with the numbers at which the measured pairs have an edge."""
     n = seen.shape[-1]
     edges = np.argwhere((seen[..., 1:] != seen[..., :-1]) & care[..., 1:])[:, 1:]  # (query, the key before the edge)
@@ -194,36 +186,30 @@ def _atoms(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
     starts = sorted({int(k) + 1 for _, k in edges})
     texts = ["full", "causal", *(f"window({w})" for w in {1, *back})]
     texts += [f"first({k})" for k in starts]
-    documented = list(_documents(seen, care, labels))
     yield from (_atom(text, n) for text in texts)
-    if labels is not None:
-        yield from documented
+    if given:
+        yield from _documents(labels)
     yield from (_atom(f"chunks({c})", n) for c in range(2, n))
     yield from (_atom(f"strided({s})", n) for s in range(2, n))
     yield from (_atom(f"band({b}, {a})", n) for a in {*ahead, 0, n} for b in {*(b - 1 for b in back), *back, 0, n} if a)
-    if labels is None:
-        yield from documented
+    if not given:
+        yield from _documents(labels)
 
 
-def _atom(text: str, n: int) -> _Atom:
-    formula = read_mask(text)
-    return _Atom(text, np.array(formula.dense(n), bool)[None], formula)
+def _atom(text: str, n: int, formula: Mask | None = None) -> _Atom:
+    formula = read_mask(text) if formula is None else formula
+    return _Atom(text, np.array(formula.dense(n), bool).reshape(-1, n, n), formula)
 
 
-def _documents(seen: Bools, care: Bools, labels: Any) -> Iterator[_Atom]:
-    """The documents of the labels, or those that no measured pair crosses."""
-    if labels is None:
-        labels = _unconnected(seen, care)
+def _documents(labels: Labels) -> list[_Atom]:
+    formula = documents(labels)
     if (labels == labels[:1]).all():
-        lengths = [len(list(group)) for _, group in groupby(labels[0].tolist())]
+        row = labels[0].tolist()
+        lengths = [len(list(group)) for _, group in groupby(row)]
         if len(lengths) < 2:
-            return
-        formula = documents(lengths=lengths) if len(set(labels[0].tolist())) == len(lengths) else documents(labels[0])
-        yield _Atom(repr(formula), np.array(formula.dense(len(labels[0])), bool)[None], formula)
-    else:
-        formula = documents(labels)
-        pairs = np.array(formula.dense(labels.shape[1]), bool)
-        yield _Atom(repr(formula), pairs.reshape(len(labels), *pairs.shape[-2:]), formula)
+            return []
+        formula = documents(lengths=lengths) if len(set(row)) == len(lengths) else documents(labels[0])
+    return [_atom(repr(formula), labels.shape[1], formula)]
 
 
 def infer_mask(
@@ -251,12 +237,9 @@ def infer_mask(
         CallError: if an argument cannot be used, or the model does not repeat itself.
         UndecidedError: if no output depends on any input.
     """
-    adapter = as_model(model)
-    check_arguments("infer_mask", adapter, {"redraw": redraw, "seed": seed})
-    adapter = replace(adapter, call=redrawn(adapter.call, redraw, seed))
+    adapter = read_model("infer_mask", model, redraw, seed)
     inputs, signature = read_example(example, adapter)
     tested = ModelUnderTest(adapter.call, signature, adapter, seed=seed)
-    real = real_positions(inputs, signature.prefix, adapter.pads)
     if labels is not None:
         labels = np.asarray(labels)
         if labels.shape not in ((inputs.n,), (inputs.batch, inputs.n)):
@@ -265,12 +248,12 @@ def infer_mask(
                 f"infer_mask: labels= has the shape {labels.shape}, expected {shapes}.\nFix: the document of each position."
             )
         labels = np.broadcast_to(labels, (inputs.batch, inputs.n))
-    options = Options(adapter, DeclaredMask(full()), seed=seed)
-    pairs = np.ones((1, inputs.n, inputs.n), bool)
     with tested.prepared(inputs):
-        context = Context(tested, inputs, pairs, real, options, vocabulary(tested, inputs))
-        if broken := context.on_example(lambda: context.noise).broken:
-            raise CallError(f"infer_mask: {broken}.\nFix: make the model repeat itself: eval mode, seeds.")
+        context = read_context(tested, inputs, DeclaredMask(full()))
+        if context.noise.broken:
+            raise CallError(
+                f"infer_mask: {context.noise.broken}.\nFix: make the model repeat itself: eval mode, seeds."
+            )
         inferred = described_mask(context, _measured(context), labels)
     if inferred is None:
         raise UndecidedError(
@@ -296,14 +279,13 @@ def _measured(context: Context) -> Bools:
     """Which inputs move each output, (B, N, N): in float64 where there is a copy, so that rounding moves nothing."""
     copy64 = context.float64
     context = context if isinstance(copy64, str) else copy64
-    noise, inputs = context.noise, context.inputs
-    seen = np.zeros((inputs.batch, context.n, context.n), bool)
-    least = measured_mask_threshold(noise)
+    seen = np.zeros((context.inputs.batch, context.n, context.n), bool)
     for salt, kind in enumerate(("random", "random", "extreme")):
         fresh = context.fresh(salt, kind)
         for key in range(context.n):
-            rows = context.tested(inputs.change(np.arange(context.n) == key, fresh))
-            seen[:, :, key] |= np.nan_to_num(movement(context.base, rows), nan=np.inf) > least
+            rows = context.tested(context.inputs.change(np.arange(context.n) == key, fresh))
+            moved = np.nan_to_num(movement(context.base, rows), nan=np.inf)
+            seen[:, :, key] |= moved > context.noise.dependence
     return seen
 
 

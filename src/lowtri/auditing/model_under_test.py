@@ -9,17 +9,16 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtri.auditing.adapter import Model
+from lowtri.auditing.adapter import Model, module_behind, parameters
 from lowtri.auditing.example import CallSignature, Inputs, Rows, positions_first
-from lowtri.auditing.restoring import Snapshot, in_mode, owners, seeded, torch_settings_restored, without_gradients
+from lowtri.auditing.restoring import Snapshot, in_mode, seeded, torch_settings_restored, without_gradients
 from lowtri.errors import CallError
 
 WIDE = 4096  # numbers of a row, beyond which sums of them are compared
@@ -38,9 +37,6 @@ class ModelUnderTest:
     restoring: bool = False  # whether each call begins with what the model kept before the audit
     narrow: bool = False  # whether wide rows are compared in random sums of their numbers
     seed: int = 0
-    parts: tuple[Any, ...] = field(
-        default=(), compare=False
-    )  # what may keep state beside the model: step, prefill, alone
 
     @functools.cached_property
     def module(self) -> Any:
@@ -79,12 +75,15 @@ class ModelUnderTest:
             return replace(self, signature=replace(signature, dtypes=(np.dtype(np.float64),) * len(signature.dtypes)))
         is_module = self.model is self.module  # a function is its own copy
         model = copy.deepcopy(self.model).double() if is_module else self.model
-        return replace(self, model=model, signature=replace(signature, float64=True))
+        names = ("step", "prefill", "alone")
+        functions = {name: _of_copy(getattr(self.adapter, name), self.model, model) for name in names}
+        adapter = replace(self.adapter, **functions)
+        return replace(self, model=model, adapter=adapter, signature=replace(signature, float64=True))
 
     @functools.cached_property
     def snapshot(self) -> Snapshot:
         """What the model and its functions keep, as of the first reading."""
-        return Snapshot(owners(self.model, *self.parts))
+        return Snapshot(self.model, self.adapter.step, self.adapter.prefill, self.adapter.alone)
 
     def work(self, inputs: Inputs) -> int:
         """Parameters times tokens of a call; 0 where there is no module to count them in."""
@@ -96,7 +95,7 @@ class ModelUnderTest:
         """Set the training flag for the audit, and one thread for a small model; put everything back after it."""
         module = self.module if self.model is self.module or self.training else None
         threads = 1 if self.in_torch and self.work(inputs) < _SMALL else None
-        before = Snapshot(owners(self.model, *self.parts))
+        before = self.snapshot
         with torch_settings_restored(threads):
             try:
                 with in_mode(module, self.training):
@@ -120,15 +119,13 @@ class ModelUnderTest:
             from lowtri.auditing.torch_hooks import computing_in_float64
 
             precision = computing_in_float64()
-        repeatable = self.training or self.restoring
-        kept = self.snapshot if repeatable else None
         with seeded(seed), precision:
             self.snapshot.seed(seed)
             try:
                 yield
             finally:
-                if kept is not None:
-                    kept.restore(modes=False)
+                if self.training or self.restoring:
+                    self.snapshot.restore(modes=False)
 
     def _rows(self, answer: Any, inputs: Inputs) -> Any:
         answer = self._picked(answer, inputs)
@@ -162,19 +159,14 @@ class ModelUnderTest:
         if self.adapter.output is not None:
             return self.adapter.output(answer)
         for name in ("logits", "last_hidden_state"):
-            value = getattr(answer, name, None)
-            if value is not None and hasattr(value, "shape"):
-                return value
+            if hasattr(getattr(answer, name, None), "shape"):
+                return getattr(answer, name)
         if isinstance(answer, Mapping):
             return answer["logits"] if "logits" in answer else next(iter(answer.values()))
-        if dataclasses.is_dataclass(answer):
-            return self._field(answer, inputs)
         if isinstance(answer, (tuple, list)) and not all(isinstance(value, (int, float)) for value in answer):
             return answer[0]
-        return answer
-
-    def _field(self, answer: Any, inputs: Inputs) -> Any:
-        """The one field of a dataclass that has a row for each position."""
+        if not dataclasses.is_dataclass(answer):
+            return answer
         shapes = {f.name: getattr(getattr(answer, f.name), "shape", ()) for f in dataclasses.fields(answer)}
         fitting = [name for name, shape in shapes.items() if inputs.n in shape]
         if len(fitting) == 1:
@@ -214,56 +206,19 @@ class ModelUnderTest:
         )
 
 
-def check_axes(tested: ModelUnderTest, inputs: Inputs, seed: int) -> None:
-    """Ask back where there are more rows than positions, and only the first axis behaves as positions do."""
-    batch, n = inputs.batch, inputs.n
-    if batch <= n or tested.signature.position_axes[0] != 1:
-        return
-    rng = np.random.default_rng([seed, 11])
-    before = tested(inputs)
-    across_rows = across_positions = False
-    for row, position in ((0, 0), (batch - 1, n - 1), (batch // 2, 0), (0, n - 1)):
-        where = np.zeros((batch, n), bool)
-        where[row, position] = True
-        other = replace(inputs, sequences=tuple(values[rng.permutation(batch)][:, ::-1] for values in inputs.sequences))
-        moved = (before != tested(inputs.change(where, other))).any(axis=-1)
-        across_positions |= bool(np.delete(moved[row], position).any())
-        across_rows |= bool(np.delete(moved, row, axis=0).any())
-    if across_rows and not across_positions:
-        shape = (batch, n, *inputs.sequences[0].shape[2:])
-        letters = "DEFGH"[: len(shape) - 2]
-        raise CallError(
-            f"audit: example of shape {shape} is either {batch} rows of {n} positions or {n} rows of {batch} positions,\n"
-            "and changes move outputs along the first axis alone.\n"
-            f'Fix: Model(axes="BN{letters}") for the first reading, Model(axes="NB{letters}") for the second.'
-        )
-
-
 @functools.lru_cache(maxsize=2)
 def _signs(width: int) -> npt.NDArray[np.float64]:
     """Random signs (width, 16)."""
     return np.random.default_rng(0).choice(np.array([-1.0, 1.0]), (width, _SUMS))
 
 
-def parameters(model: Any) -> Mapping[str, inspect.Parameter]:
-    """What a callable takes, by name; empty where Python cannot say, as for a builtin."""
-    try:
-        return inspect.signature(getattr(model, "forward", model)).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def module_behind(model: Any) -> Any:
-    """The torch module that a model is, is a method of, or closes over; None for anything else."""
-    if hasattr(model, "named_modules") and hasattr(model, "forward"):
-        return model
-    if isinstance(model, functools.partial):
-        return module_behind(model.func)
-    owners = [getattr(model, "__self__", None)]
-    for cell in getattr(model, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            owners.append(cell.cell_contents)
-    return next((owner for owner in owners if owner is not None and hasattr(owner, "named_modules")), None)
+def _of_copy(value: Any, model: Any, copy64: Any) -> Any:
+    """The model itself, or a method of it, as the copy's own; anything else as it is."""
+    if value is not None and value is model:
+        return copy64
+    if getattr(value, "__self__", None) is model and hasattr(value, "__name__"):
+        return getattr(copy64, value.__name__)
+    return value
 
 
 def _in_numpy(rows: Any) -> Rows:

@@ -1,7 +1,8 @@
-"""Probes of neighbours: other rows of the batch, and other documents of a packed row."""
+"""Probes of neighbours: other rows of the batch, other documents of a packed row, and what earlier calls left behind."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -9,11 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.context import Context, Run, compare
+from lowtri.auditing.context import Context, Movement, Run, compare
 from lowtri.auditing.declared import blocks
 from lowtri.auditing.example import Inputs, first_line
 from lowtri.auditing.pads import pad_keyword
-from lowtri.auditing.probe import PairOfRuns, PairsOfRuns, Skipped, Summary, probe, require_repeatable
+from lowtri.auditing.probe import (
+    Leak,
+    PairOfRuns,
+    PairsOfRuns,
+    ProbeResult,
+    Skipped,
+    Summary,
+    describe_movement,
+    probe,
+    require_repeatable,
+)
+from lowtri.auditing.reading import extended
 
 
 @probe(
@@ -24,10 +36,12 @@ from lowtri.auditing.probe import PairOfRuns, PairsOfRuns, Skipped, Summary, pro
     reshapes=True,
 )
 def batch(context: Context) -> PairsOfRuns:
-    """One row changed at a time, which no other row may notice; and rows alone, where the model takes a batch of one."""
     if context.tested.signature.batch_axis is None:
         raise Skipped("the example has no batch")
-    before = context.example if context.inputs.batch > 1 else context.run(_three_rows(context))
+    before = context.example
+    if context.inputs.batch == 1:  # the example and two changed copies of it
+        three = context.inputs.rows([0, 0, 0])
+        before = context.run(three.change(np.arange(3)[:, None] > 0, context.fresh(203, inputs=three)))
     inputs, count = before.inputs, before.inputs.batch
     measured: dict[str, Any] = {"alone": None, "rows": count}
     try:
@@ -36,7 +50,7 @@ def batch(context: Context) -> PairsOfRuns:
         raise Skipped("the model takes no batch of two", measured) from None
     if not has_batch:
         raise Skipped("the output has no batch", measured)
-    rows, real = np.arange(count)[:, None], ~context.ignored  # (B, 1), (1 or B, N)
+    rows, real = np.arange(count)[:, None], context.real  # (B, 1), (1 or B, N)
     some = list(dict.fromkeys([0, count - 1, 1, count // 2]))
     unnamed = np.ones((count, 1), bool)  # the rows that are not known to see another
     for other in some:
@@ -65,14 +79,6 @@ def batch(context: Context) -> PairsOfRuns:
     return Summary(clean, "a row depends on its neighbours in the batch", measured)
 
 
-def _three_rows(context: Context) -> Inputs:
-    """The example and two changed copies of it as a batch of three."""
-    inputs = context.inputs
-    copies = [inputs, context.fresh(203), context.fresh(204)]
-    sequences = zip(*(copy.sequences for copy in copies), strict=True)
-    return replace(inputs.rows([0, 0, 0]), sequences=tuple(map(np.concatenate, sequences)))
-
-
 def _key_of(context: Context, before: Run, fresh: Inputs, other: int, row: int, query: int) -> int:
     """One position of the other row that moves the output."""
     inputs, positions = before.inputs, np.arange(context.n)
@@ -94,12 +100,9 @@ def _key_of(context: Context, before: Run, fresh: Inputs, other: int, row: int, 
     argument="alone",
 )
 def packing(context: Context) -> PairsOfRuns:
-    """Cut each row where no query sees across in the declared mask, and run each document alone.
-
-    A document is run by `alone=` where it is given, else by the model itself when its per-position settings
-    (document or position numbers) are part of the example and can be cut with it.
-    """
-    alone, tested = context.options.adapter.alone, context.tested
+    # A document is run by `alone=` where it is given, else by the model itself when its per-position settings (document or
+    # position numbers) are part of the example and can be cut with it.
+    alone, tested = context.tested.adapter.alone, context.tested
     documents = list(_documents(context))
     if not documents or not (is_packed(context) or alone is not None):
         raise Skipped("the mask has one document")
@@ -123,7 +126,7 @@ def packing(context: Context) -> PairsOfRuns:
         note = f"position {{query}} has another output packed: with its document ({start} to {stop - 1}) alone its output {{moves}}"
         # The nearest position of another document: before this one, or just behind it.
         key = start - 1 if start else stop
-        yield PairOfRuns(run, ~context.ignored[rows, start:stop], note, key, before, (rows.start or 0, start))
+        yield PairOfRuns(run, context.real[rows, start:stop], note, key, before, (rows.start or 0, start))
     measured = {"documents": [[start, stop] for _, start, stop in documents], "compared": compared, "refused": refused}
     if not compared:
         raise Skipped(f"no document could be run alone: {next(iter(refused.values()))}", measured)
@@ -136,16 +139,16 @@ def is_packed(context: Context) -> bool:
 
     A table alone may as well be that of chunks or of a window.
     """
-    inputs, mask = context.inputs, context.options.mask
+    mask, settings = context.mask, context.inputs.settings
     place = f"{context.tested.signature.prefix}position_ids"
-    positions = inputs.settings.get(place)
+    positions = settings.get(place)
     if isinstance(positions, np.ndarray) and positions.shape[-1] == context.n:
-        falls = np.diff(np.broadcast_to(positions, (inputs.batch, context.n)), axis=1) < 0
+        falls = np.diff(np.broadcast_to(positions, context.real.shape), axis=1) < 0
         if (falls & context.real[:, 1:] & context.real[:, :-1]).any():
             return True
     if mask.documents(context.n) is None:
         return False
-    told = [value for key, value in inputs.settings.items() if key not in (place, pad_keyword(context))]
+    told = [value for key, value in settings.items() if key not in (place, pad_keyword(context))]
     return mask.names_documents or any(isinstance(value, np.ndarray) for value in told)
 
 
@@ -155,8 +158,94 @@ def _documents(context: Context) -> Iterator[tuple[slice, int, int]]:
     same = all(row == labels[0] for row in labels)
     for number, row in enumerate(labels[:1] if same else labels):
         stops = np.cumsum(np.bincount(row)).tolist()
+        rows = slice(None) if same else slice(number, number + 1)
         if len(stops) > 1:
-            yield from (
-                (slice(None) if same else slice(number, number + 1), start, stop)
-                for start, stop in zip([0, *stops], stops, strict=False)
-            )
+            yield from ((rows, start, stop) for start, stop in zip([0, *stops], stops, strict=False))
+
+
+@probe(
+    "state",
+    "calls copies of the model with other, longer and shorter inputs first",
+    "state that one call leaves to the next",
+    needs="a torch module",
+)
+def state(context: Context) -> ProbeResult:
+    if context.fresh_copy is None:
+        raise Skipped("the model cannot be copied before its first call")
+    first, histories = _used(context), list[tuple[str, Inputs]]()
+    measured = {"histories": list[str]()}
+    differs = False
+    for words, inputs in _histories(context):
+        try:
+            run = _used(context, inputs)
+        except Exception:
+            continue
+        histories.append((words, inputs))
+        measured["histories"].append(words)
+        differs = _difference(context, first, run).status == "leak"
+        if differs:
+            break
+    if not differs:
+        calls = f"another input, {len(histories)} kinds of calls before it"
+        message = f"a used model has the outputs of one that was never called ({calls})"
+        return ProbeResult("clean", message, (), measured)
+    one, other = (_used(context, context.fresh(salt)) for salt in (900, 905))
+    if _difference(context, one, other).status == "clean" and _difference(context, first, one).status != "clean":
+        # Another call changes the answer whatever it is given: a count, or random numbers of the model's own.
+        first, histories = one, [(words, inputs) for words, inputs in histories if inputs.n == context.n]
+    for words, inputs in histories:
+        found = _found(context, words, first, _used(context, inputs))
+        if found is not None:
+            return replace(found, measured={**measured, **found.measured})
+    raise Skipped("each call changes the output, whatever its input", measured)
+
+
+def state_after(context: Context) -> ProbeResult | None:
+    """What the calls of the whole audit have left behind, where that shows."""
+    unseen = context.fresh(940)
+    return _found(context, "the calls of this audit", Run(context.copied(), unseen), context.run(unseen))
+
+
+def _found(context: Context, words: str, before: Run, run: Run) -> ProbeResult | None:
+    difference = _difference(context, before, run)
+    if difference.status != "leak":
+        return None
+    row, query, size = difference.first(of_all_rows=True)
+    note = f"the model keeps state between calls: after {words}, output {query} {describe_movement(size)}"
+    leak = Leak(query, query, size, row, note=note, probe="state")
+    watch = Run(context.copied(), run.inputs), run, (row, query)
+    return ProbeResult("leak", note, (leak,), {"greatest": size}, probe="state", watch=watch)
+
+
+def _used(context: Context, *earlier: Inputs) -> Run:
+    """The run on the example of a copy that was called with these inputs before."""
+    tested = context.copied()
+    for inputs in earlier:
+        tested(inputs)
+    run = Run(tested, context.inputs)
+    run.output  # noqa: B018 (run now)
+    return run
+
+
+def _difference(context: Context, before: Run, after: Run) -> Movement:
+    # The model's own noise is no measure: state shows as noise.
+    quiet = replace(context.noise, repeat=0.0, reorder=0.0)
+    return compare(before.output, after.output, quiet, context.real)
+
+
+def _histories(context: Context) -> Iterator[tuple[str, Inputs]]:
+    """What may be called before the example: (words, inputs)."""
+    inputs, n = context.inputs, context.n
+    positions = np.arange(n)
+    yield "a call with other inputs", context.fresh(900)
+    yield "a call with the same first position", inputs.change(positions > 0, context.fresh(903))
+    yield "a call with another second half", inputs.change(positions >= n // 2, context.fresh(901))
+    yield "a call with another first half", inputs.change(positions < n // 2, context.fresh(902))
+    yield "a call with a shorter input", inputs.span(0, n // 2)
+    for key, value in {**inputs.per_row, **inputs.settings}.items():
+        if getattr(value, "ndim", 0) > 1 and value.dtype != bool:
+            moved = value.roll(1, 0) if hasattr(value, "roll") else np.roll(value, 1, 0)
+            other = value + moved if "float" in str(value.dtype) else moved
+            yield f"a call with another {key}", inputs.having({key: other})
+    with contextlib.suppress(Exception):  # what the model takes may not be known
+        yield "a call with a longer input", extended(context, max(256, 2 * n)).inputs

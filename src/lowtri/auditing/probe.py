@@ -8,13 +8,13 @@ repeats in float64 what is in doubt, and names the module where a leak enters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lowtri.auditing.context import Context, Kind, Movement, Run, compare, describe_difference
+from lowtri.auditing.context import EXAMPLE, Condition, Context, Kind, Movement, Run, compare, describe_difference
 from lowtri.auditing.example import Bools, Rows, first_line
 from lowtri.errors import CallError, LowtriError
 
@@ -33,12 +33,15 @@ class Leak:
     row: int = 0
     module: str | None = None
     note: str = ""  # the whole sentence, where it is not "position q sees position k"
-    under: str = ""  # the conditions, where they are not the example's own: "in training mode"
-    probe: str = ""  # set by `examine`, as are the next three
-    condition: str = ""  # the name of the condition, where it is not the example as it is
-    paired: bool = False  # query and key are positions of the probe's input
     by_state: bool = False  # not by the input: by what an earlier call left behind
-    in_picture: bool = True  # and of the example, so that the drawing can show them
+    probe: str = ""  # set by `examine`, as are the next two
+    paired: bool = False  # query and key are positions of the probe's input
+    under: Condition = EXAMPLE
+
+    @property
+    def condition(self) -> str:
+        """The name of the condition; empty for the example as it is."""
+        return self.under.name
 
     @property
     def found_by(self) -> str:
@@ -48,22 +51,18 @@ class Leak:
     @property
     def direct(self) -> bool:
         """Whether it is a pair of positions, found without any special conditions."""
-        return self.paired and not self.under
+        return self.paired and not self.under.words
 
-    @property
-    def what(self) -> str:
-        """The pair and the size, without a full stop."""
+    def sentence(self, noise: float) -> str:
+        """One sentence that names the pair, the size and the module."""
         text = self.note
         if not text:
             how = f"moves output {self.query} by {self.size:.2g}"
             if math.isinf(self.size):
                 how = f"turns output {self.query} from finite to infinite or NaN, or back"
             text = f"position {self.query} sees position {self.key}: changing input {self.key} {how}"
-        return f"{self.under}, {text}" if self.under else text
-
-    def sentence(self, noise: float) -> str:
-        """One sentence that names the pair, the size and the module."""
-        text = self.what + (f" (noise {noise:.1g})." if noise else " (noise 0).")
+        text = f"{self.under.words}, {text}" if self.under.words else text
+        text += f" (noise {noise:.1g})." if noise else " (noise 0)."
         return text + (f" First seen in {self.module}." if self.module else "")
 
 
@@ -79,18 +78,20 @@ class ProbeResult:
     message: str
     leaks: tuple[Leak, ...] = ()
     measured: dict[str, Any] = field(default_factory=dict)
-    probe: str = ""  # set by `examine`
-    condition: str = ""  # its name; empty for the example as it is
-    words: str = ""  # the condition in words
-    mode: str = ""  # the mode and the length that it adds to those of the whole audit
-    length: int | None = None
-    watch: Any = field(default=None, repr=False)  # two runs that part where the first leak enters
+    probe: str = ""  # set by `examine`, as is the next one
+    under: Condition = EXAMPLE
+    note: str = ""  # what the float64 copy decided
+    watch: Any = field(default=None, repr=False)  # two runs that part where the first leak enters, and the place
+
+    @property
+    def condition(self) -> str:
+        """The name of the condition; empty for the example as it is."""
+        return self.under.name
 
     @property
     def title(self) -> str:
         """The probe and its condition, as the report lists them."""
-        under = self.words or self.condition
-        return f"{self.probe}, {under}" if self.probe and under else self.probe or under
+        return ", ".join(part for part in (self.probe, self.under.words or self.condition) if part)
 
     @property
     def greatest(self) -> float:
@@ -122,22 +123,11 @@ class PairOfRuns:
         """What is reported for a position that differs."""
         row, query = row + self.origin[0], position + self.origin[1]
         key = self.key(row, query) if callable(self.key) else self.key
-        key = query if key is None else key
-        leak = Leak(query, key, size, row)
-        if not self.note:
-            return leak
+        leak = Leak(query, query if key is None else key, size, row)
         if callable(self.note):
             return replace(leak, note=self.note(leak))
-        comma = "," if math.isinf(size) else ""
-        note = self.note.format(row=row, query=query, key=key, moves=describe_movement(size), comma=comma)
-        return replace(leak, note=note)
-
-    def outputs(self, context: Context) -> tuple[Rows, Rows]:
-        """The rows of both runs; LookupError where their shapes differ."""
-        after, before = self.run.output, (self.before or context.example).output
-        if after.shape != before.shape:
-            raise LookupError(f"its answer has the shape {after.shape}, expected {before.shape}")
-        return before, after
+        words = {"moves": describe_movement(size), "comma": "," if math.isinf(size) else ""}
+        return replace(leak, note=self.note.format(row=row, query=query, key=leak.key, **words))
 
 
 class Summary(NamedTuple):
@@ -150,25 +140,18 @@ class Summary(NamedTuple):
 
 
 class Skipped(Exception):
-    """Raised by a probe that could not be run, with the reason and what was measured."""
+    """Raised by a probe or a condition that could not be run, with the reason and what was measured."""
+
+    status: ClassVar[Status] = "skipped"
 
     def __init__(self, reason: str, measured: dict[str, Any] | None = None) -> None:
         super().__init__(reason)
         self.measured = measured or {}
 
 
-PairsOfRuns: TypeAlias = Generator[
-    PairOfRuns, Movement | None, Summary
-]  # is sent the difference; None where the model refuses
+# A probe is sent the difference of each pair; None where the model refuses.
+PairsOfRuns: TypeAlias = Generator[PairOfRuns, Movement | None, Summary]
 Function: TypeAlias = Callable[[Context], PairsOfRuns | ProbeResult]
-
-
-def requested_but_not_run(result: ProbeResult) -> str | None:
-    """Why a probe did not do what its argument requests; None where it did, or where it found a leak."""
-    if result.status == "skipped":
-        return result.message
-    refused = result.measured.get("refused")
-    return str(next(iter(refused.values()))) if refused and result.status != "leak" else None
 
 
 @dataclass(frozen=True)
@@ -199,32 +182,37 @@ def describe_movement(size: float) -> str:
     return "turns from finite to infinite or NaN, or back" if math.isinf(size) else f"moves by {size:.2g}"
 
 
-def examine(context: Context, probe: Probe) -> ProbeResult:
+def run_probes(context: Context, probes: Sequence[Probe], *, first: bool = False) -> list[ProbeResult]:
+    """The result of each probe, with `first` up to the first leak; those in doubt are repeated on the float64 copy."""
+    results = []
+    for probe in probes:
+        results.append(_decided(context, probe))
+        if first and results[-1].status == "leak":
+            break
+    return results
+
+
+def require_repeatable(context: Context) -> None:
+    """Skip what compares calls of other shapes, where a model draws random numbers."""
+    if context.noise.random:
+        raise Skipped("the model draws random numbers, and another length draws others")
+
+
+def _examined(context: Context, probe: Probe) -> ProbeResult:
     """Run a probe, and put its name and condition on what it found."""
-    context.probe, condition = probe.name, context.condition
+    context.probe = probe.name
     try:
         result = probe.function(context)
-        finding = result if isinstance(result, ProbeResult) else _Comparisons(context, probe.pairs).finding(result)
+        found = result if isinstance(result, ProbeResult) else _Comparisons(context, probe.pairs).result(result)
     except Skipped as skipped:
-        finding = ProbeResult("skipped", str(skipped), (), skipped.measured)
+        found = ProbeResult(skipped.status, str(skipped), (), skipped.measured)
     except LowtriError:
         raise
     except Exception as error:
         raise _raised(context, error) from error
-    own: dict[str, Any] = {"probe": probe.name, "condition": condition.name, "under": condition.words}
-    in_picture = condition.length is None
-    leaks = tuple(
-        replace(leak, paired=probe.pairs and not leak.by_state, in_picture=in_picture, **own) for leak in finding.leaks
-    )
-    return replace(
-        finding,
-        probe=probe.name,
-        condition=condition.name,
-        words=condition.words,
-        mode="training mode" if condition.training else "",
-        length=condition.length,
-        leaks=leaks,
-    )
+    own: dict[str, Any] = {"probe": probe.name, "under": context.condition}
+    leaks = tuple(replace(leak, paired=probe.pairs and not leak.by_state, **own) for leak in found.leaks)
+    return replace(found, leaks=leaks, **own)
 
 
 @dataclass
@@ -243,72 +231,77 @@ class _Comparisons:
     poisoned: int = 0
     watch: Any = None
 
-    def finding(self, pairs: PairsOfRuns) -> ProbeResult:
+    def result(self, pairs: PairsOfRuns) -> ProbeResult:
         """Run all pairs."""
+        difference: Movement | None = None
         try:
-            pair = next(pairs)
             while True:
-                pair = pairs.send(self.take(pair))
+                difference = self._take(pairs.send(difference))
         except StopIteration as end:
             summary: Summary = end.value
         except Skipped as skipped:
             if skipped.measured:  # pairs were run
-                counted = {"greatest": 0.0, "runs": self.runs, "poisoned": self.poisoned}
-                raise Skipped(str(skipped), counted | skipped.measured) from None
+                raise Skipped(str(skipped), self._counted | skipped.measured) from None
             raise
-        found = self.confirmed or self.unconfirmed  # unconfirmed leaks add nothing to confirmed ones
-        leaks = tuple(found[key] for key in (sorted(found) if self.by_pair else found))
-        measured = {"greatest": self.greatest, "runs": self.runs, "poisoned": self.poisoned, **summary.measured}
+        measured = self._counted | {"greatest": self.greatest} | summary.measured
         if summary.warning:
             return ProbeResult("warning", summary.warning, (), measured)
-        if not leaks and self.refused and not self.answered:
+        found = self.confirmed or self.unconfirmed  # unconfirmed leaks add nothing to confirmed ones
+        if found:
+            leaks = tuple(found[key] for key in (sorted(found) if self.by_pair else found))
+            message = f"{summary.leak.format(count=len(leaks))}, {describe_difference(self.greatest)}"
+            return ProbeResult("leak" if self.confirmed else "doubt", message, leaks, measured, watch=self.watch)
+        if self.refused and not self.answered:
             return ProbeResult("skipped", f"no run succeeded: {self.refused}", (), measured)
-        if not leaks:
-            return ProbeResult("clean", summary.clean, (), measured)
-        message = f"{summary.leak.format(count=len(leaks))}, {describe_difference(self.greatest)}"
-        return ProbeResult("leak" if self.confirmed else "doubt", message, leaks, measured, watch=self.watch)
+        return ProbeResult("clean", summary.clean, (), measured)
 
-    def take(self, pair: PairOfRuns) -> Movement | None:
+    @property
+    def _counted(self) -> dict[str, Any]:
+        return {"greatest": 0.0, "runs": self.runs, "poisoned": self.poisoned}
+
+    def _take(self, pair: PairOfRuns) -> Movement | None:
         """Run a pair, and note what differs."""
+        context = self.context
         self.runs += 1
-        self.context.show_progress(f"{self.context.probe}, run {self.runs}")
+        context.show_progress(f"{context.probe}, run {self.runs}")
         try:
-            outputs = pair.outputs(self.context)
+            after, before = pair.run.output, (pair.before or context.example).output
+            if after.shape != before.shape:
+                raise LookupError(f"its answer has the shape {after.shape}, expected {before.shape}")
         except Exception as error:
             if pair.refusable:
                 self.refused = self.refused or first_line(error)
                 return None
-            raise _raised(self.context, error) from error
+            raise _raised(context, error) from error
         self.answered = True
-        difference = compare(
-            *outputs, self.context.noise, pair.where, same_order=pair.same_order, overflows=pair.overflows
-        )
+        how = {"same_order": pair.same_order, "overflows": pair.overflows}
+        difference = compare(before, after, context.noise, pair.where, **how)
         self.poisoned += int((np.isinf(difference.moved) & pair.where).sum())
         if pair.keys is not None:
             self._follow(pair, np.atleast_2d(pair.keys), difference)
-            return difference
-        if not pair.is_leak:
-            return difference
-        self.greatest = max(self.greatest, difference.greatest)
-        if difference.status == "clean":
-            return difference
+        elif pair.is_leak:
+            self.greatest = max(self.greatest, difference.greatest)
+            if difference.status != "clean":
+                self._note_all(pair, difference)
+        return difference
+
+    def _note_all(self, pair: PairOfRuns, difference: Movement) -> None:
+        """Note the first position that differs, or all of them."""
         spots = [difference.first(of_all_rows=pair.first_position)]
         if pair.all_positions:
             spots = [(r, q, float(difference.sizes[r, q])) for r, q in np.argwhere(difference.sizes > 0).tolist()]
-        confirmed: dict[int, Any] = {}
+        alone: dict[int, Any] = {}
         for row, position, size in spots:
             kind = difference.kind(size)
             if kind == "clean":
                 continue
             leak = pair.leak(row, position, size)
             if pair.isolate_row and len(difference.sizes) > 1 and self._key(leak) not in self.confirmed:
-                if row not in confirmed:
-                    confirmed[row] = self._row_alone(pair, row)
-                alone = confirmed[row]
-                if alone is not None and not alone[position] >= size / 4:
+                if row not in alone:
+                    alone[row] = self._row_alone(pair, row)
+                if alone[row] is not None and not alone[row][position] >= size / 4:
                     continue  # another row of the batch does it: the probe of rows names that one
             self._note(leak, kind, pair, (row, position))
-        return difference
 
     def _row_alone(self, pair: PairOfRuns, row: int) -> Any:
         """How far the positions of a row, (N,), move where nothing but this row changes; None where that does not run."""
@@ -328,75 +321,60 @@ class _Comparisons:
         return leak.query, leak.key, -1 if self.by_pair else leak.row
 
     def _note(self, leak: Leak, kind: Kind, pair: PairOfRuns, spot: tuple[int, int]) -> None:
-        confirmed = kind == "leak" and bool(self.confirmed)
-        if kind == "leak" and not confirmed:
-            confirmed = self._repeats(leak, pair, spot)
-            if confirmed and not self._repeats_on_copies(leak, pair, spot):
-                where = (
-                    f"output {leak.query} {describe_movement(leak.size)} between two calls of the model that is audited"
-                )
-                note = (
-                    f"the model keeps state between calls: {where}, and not between two copies that were never called"
-                )
-                leak = replace(leak, key=leak.query, note=note, by_state=True)
-        leaks = self.confirmed if confirmed else self.unconfirmed
-        key = self._key(leak)
+        confirmed = kind == "leak"
+        if confirmed and not self.confirmed and pair.before is None:  # once: then the model is known to repeat itself
+            confirmed, leak = self._repeated(leak, pair, spot)
+        leaks, key = self.confirmed if confirmed else self.unconfirmed, self._key(leak)
         if key not in leaks or leaks[key].size < leak.size:
             leaks[key] = leak
-        if confirmed and self.watch is None:
-            runs = (pair.before or self.context.example).watch(*spot), pair.run.watch(*spot)
-            self.watch = None if None in runs else runs
+        before = pair.before or self.context.example
+        if confirmed and self.watch is None and None not in (before.calls, pair.run.calls):
+            self.watch = before, pair.run, spot
 
-    def _repeats(self, leak: Leak, pair: PairOfRuns, spot: tuple[int, int]) -> bool:
-        """Whether the first leak shows again; then the model is known to repeat itself."""
-        if pair.before is not None:
-            return True
-        before, after = (run.compute() for run in (self.context.example, pair.run))
-        if before.shape != after.shape:
-            return True
-        return bool(compare(before, after, self.context.noise).moved[spot] >= leak.size / 2)
-
-    def _repeats_on_copies(self, leak: Leak, pair: PairOfRuns, spot: tuple[int, int]) -> bool:
-        """Whether the first leak shows between two copies that were never called; True where that cannot be tried."""
+    def _repeated(self, leak: Leak, pair: PairOfRuns, spot: tuple[int, int]) -> tuple[bool, Leak]:
+        """Whether a leak shows again; as one of state, where it does not show between two copies that were never called."""
         context = self.context
-        if context.fresh_copy is None or pair.before is not None or context.tested.restoring:
-            return True
+
+        def shows(before: Rows, after: Rows, least: float) -> bool:
+            return before.shape != after.shape or bool(compare(before, after, context.noise).moved[spot] >= least)
+
+        if not shows(context.example.compute(), pair.run.compute(), leak.size / 2):
+            return False, leak
         try:
-            with context.on_copy() as one, context.on_copy() as other:
-                before, after = one(context.inputs), other(pair.run.inputs)
-        except Exception:
-            return True
-        if before.shape != after.shape:
-            return True
-        return bool(compare(before, after, context.noise).moved[spot] >= leak.size / 4)
+            one, other = context.copied(), context.copied()
+            if context.tested.restoring or shows(one(context.inputs), other(pair.run.inputs), leak.size / 4):
+                return True, leak
+        except Exception:  # not every model can be copied
+            return True, leak
+        where = f"output {leak.query} {describe_movement(leak.size)} between two calls of the model that is audited"
+        note = f"the model keeps state between calls: {where}, and not between two copies that were never called"
+        return True, replace(leak, key=leak.query, note=note, by_state=True)
 
     def _follow(self, pair: PairOfRuns, changed: Bools, difference: Movement) -> None:
         """For each row, one query that moved and one key that moves it alone, by halving."""
         wrong = difference.sizes > 0  # (B, N)
         for row in np.flatnonzero(wrong.any(axis=1)).tolist():
             query = int(np.flatnonzero(wrong[row])[-1])
-            kind = self.context.noise.classify(float(difference.sizes[row, query]), difference.scale)
+            kind = difference.kind(difference.sizes[row, query])
             known = self.confirmed if kind == "leak" else {**self.confirmed, **self.unconfirmed}
             if self.bisected >= _BISECTED or any(q == query for q, _, _ in known):
                 continue
             self.bisected += 1
             keys = np.flatnonzero(changed[row % len(changed)])
-            moved = self._moved(pair, keys, row, query, kind)
-            if moved is None:
+            found, all_keys = self._moved(pair, keys, row, query, kind), len(keys)
+            if found is None:
                 continue  # a change of other rows moves it
-            one, all_keys = moved, len(keys)
             while len(keys) > 1:
-                for half in (keys[: len(keys) // 2], keys[len(keys) // 2 :]):
-                    moved = self._moved(pair, half, row, query, kind)
-                    if moved is not None:
-                        break
-                else:
+                halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
+                moved = ((half, self._moved(pair, half, row, query, kind)) for half in halves)
+                half, of_half = next((one for one in moved if one[1] is not None), (keys, None))
+                if of_half is None:
                     break
-                keys, one = half, moved
+                keys, found = half, of_half
             note = f"output {{query}} {{moves}}{{comma}} when all {all_keys} inputs hidden from it change together"
-            single = replace(pair, run=one[1], key=int(keys[0]), note=note if len(keys) > 1 else "")
-            self.greatest = max(self.greatest, one[0])
-            self._note(single.leak(row, query, one[0]), kind, single, (row, query))
+            single = replace(pair, run=found[1], key=int(keys[0]), note=note if len(keys) > 1 else "")
+            self.greatest = max(self.greatest, found[0])
+            self._note(single.leak(row, query, found[0]), kind, single, (row, query))
 
     def _moved(self, pair: PairOfRuns, keys: Any, row: int, query: int, kind: Kind) -> tuple[float, Run] | None:
         """How far these keys of a row alone move the query, and the run that shows it; None where that is of another kind."""
@@ -419,134 +397,57 @@ def _raised(context: Context, error: Exception) -> CallError:
     return CallError(f"audit: the model raised {first_line(error)}, in the probe {context.probe}.\nFix: {fix}.")
 
 
-def chosen_names(argument: str, given: Any, known: Sequence[str]) -> list[str] | None:
-    """The names that an argument lists, as a text with commas or as a list; None where it was not given."""
-    if given is None:
-        return None
-    one = argument.rstrip("s")
-    if not isinstance(given, (str, list, tuple, set)):
-        raise CallError(f"audit: {argument}={given!r}, expected a list of names.\nFix: {argument}=[{known[0]!r}], say.")
-    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
-    names = [name for name in names if name != ""]
-    if not names:
-        raise CallError(
-            f"audit: {argument}={given!r} would look at nothing.\nFix: name a {one}, or drop {argument}= to run them all."
-        )
-    unknown = next((name for name in names if name not in known), None)
-    if unknown is not None:
-        raise CallError(
-            f"audit: no {one} is called {unknown!r}; there are {', '.join(known)}.\nFix: {argument}={known[0]!r}, say."
-        )
-    return names
-
-
-def run_probes(
-    context: Context, probes: Sequence[Probe], *, first: bool = False
-) -> tuple[list[ProbeResult], list[str]]:
-    """Run the probes, with `first` up to the first leak; repeat those in doubt on the float64 copy.
-
-    Returns:
-        One finding for each probe, and notes on what the float64 copy decided.
-    """
-    findings: list[ProbeResult] = []
-    notes = []
-    for probe in probes:
-        finding, note = _decided(context, probe)
-        findings.append(finding)
-        notes += [f"{probe.name}: {note}"] if note else []
-        if first and finding.status == "leak":
-            break
-    return findings, notes
-
-
-def require_requested(
-    results: Sequence[ProbeResult], probes: Sequence[Probe], requested: Mapping[str, Any]
-) -> tuple[list[ProbeResult], list[str]]:
-    """A probe that a field of `Model` requests and that did not run is undecided, never passed over.
-
-    Returns:
-        The results, and a note for each field whose probe was not among those to run.
-    """
-    results, notes = list(results), []
-    for probe in probes:
-        if probe.argument is None or requested.get(probe.argument) is None:
-            continue
-        index = next((i for i, r in enumerate(results) if r.probe == probe.name and not r.condition), None)
-        if index is None:
-            notes.append(f"{probe.argument}= was not used: probes= leaves {probe.name} out")
-            continue
-        reason = requested_but_not_run(results[index])
-        if reason is not None:
-            message = f"{probe.argument}= was requested and did not run: {reason}"
-            results[index] = replace(results[index], status="undecided", message=message)
-    return results, notes
-
-
-def require_repeatable(context: Context) -> None:
-    """Skip what compares calls of other shapes, where a model draws random numbers."""
-    if context.noise.random:
-        raise Skipped("the model draws random numbers, and another length draws others")
-
-
-def nothing_ran(findings: Sequence[ProbeResult]) -> str | None:
-    """Why there is no verdict at all, where every probe was skipped."""
-    if any(finding.status != "skipped" for finding in findings):
-        return None
-    return "; ".join(f"{f.title} was requested and did not run: {f.message}" for f in findings) or None
-
-
-def _decided(context: Context, probe: Probe) -> tuple[ProbeResult, str]:
-    """The probe's finding, from the float64 copy where it is in doubt; and a note on what the copy decided."""
-    finding = examine(context, probe)
-    if finding.status != "doubt" and not (finding.status == "leak" and probe.reshapes):
-        return _with_module(context, probe, finding), ""
-    copy64, size = context.float64, finding.greatest
+def _decided(context: Context, probe: Probe) -> ProbeResult:
+    """The probe's result, from the float64 copy where it is in doubt."""
+    found = _examined(context, probe)
+    if found.status != "doubt" and not (found.status == "leak" and probe.reshapes):
+        return _with_module(context, probe, found)
+    copy64, size = context.float64, found.greatest
     if isinstance(copy64, str):
-        return _without_copy(context, probe, finding, copy64), ""
-    second = examine(copy64, probe)
+        return _without_copy(context, probe, found, copy64)
+    second = _examined(copy64, probe)
     if second.status == "skipped":
-        return _without_copy(context, probe, finding, second.message), ""
+        return _without_copy(context, probe, found, second.message)
     if second.status != "leak" and math.isinf(size):
-        reason = f"{finding.message}, in the model's precision and not in float64"
-        return replace(finding, status="undecided", message=reason, leaks=()), ""
+        reason = f"{found.message}, in the model's precision and not in float64"
+        return replace(found, status="undecided", message=reason, leaks=())
     if second.status == "clean":
-        return second, f"up to {size:.2g} in the model's precision vanishes in float64: rounding"
+        return replace(second, note=f"up to {size:.2g} in the model's precision vanishes in float64: rounding")
     if second.status not in ("doubt", "undecided"):
-        return _with_module(copy64, probe, second), "confirmed in float64"
+        return replace(_with_module(copy64, probe, second), note="confirmed in float64")
     # In float64 rounding is some 1e-15; what shrank with the precision is noise that the copy still rounds.
     if second.greatest >= size / 30:
-        return replace(second, status="undecided", leaks=()), ""
+        return replace(second, status="undecided", leaks=())
     sizes = f"{size:.2g} in the model's precision, {second.greatest:.2g} in float64"
-    return replace(second, status="clean", message=f"nothing beyond rounding ({sizes})", leaks=()), ""
+    return replace(second, status="clean", message=f"nothing beyond rounding ({sizes})", leaks=())
 
 
-def _without_copy(context: Context, probe: Probe, finding: ProbeResult, reason: str) -> ProbeResult:
-    """What can be said of a finding that no float64 copy decides, for the given reason."""
-    if finding.status == "leak" and not (probe.reshapes and context.discrete_output):
-        return _with_module(context, probe, finding)
+def _without_copy(context: Context, probe: Probe, found: ProbeResult, reason: str) -> ProbeResult:
+    """What can be said of a result that no float64 copy decides, for the given reason."""
+    if found.status == "leak" and not (probe.reshapes and context.discrete_output):
+        return _with_module(context, probe, found)
     in_float64 = context.noise.eps <= np.finfo(np.float64).eps
-    if finding.status == "doubt" and in_float64 and not context.discrete_output:
-        message = f"nothing beyond the rounding of float64 ({finding.greatest:.2g})"
-        return replace(finding, status="clean", message=message, leaks=())
-    message = f"{finding.message}, near the noise, and no float64 copy could settle it ({reason})"
-    return replace(finding, status="undecided", message=message, leaks=())
+    if found.status == "doubt" and in_float64 and not context.discrete_output:
+        message = f"nothing beyond the rounding of float64 ({found.greatest:.2g})"
+        return replace(found, status="clean", message=message, leaks=())
+    message = f"{found.message}, near the noise, and no float64 copy could settle it ({reason})"
+    return replace(found, status="undecided", message=message, leaks=())
 
 
-def _with_module(context: Context, probe: Probe, finding: ProbeResult) -> ProbeResult:
+def _with_module(context: Context, probe: Probe, found: ProbeResult) -> ProbeResult:
     """Name the module where each leak enters, from two runs that part there."""
-    if not finding.leaks or context.tested.module is None:
-        return finding
+    if not found.leaks or context.tested.module is None:
+        return found
     from lowtri.auditing.torch_hooks import locate
 
-    first, pairs = finding.leaks[0], [] if finding.watch is None else [finding.watch]
+    first, pairs = found.leaks[0], [] if found.watch is None else [found.watch]
     if probe.pairs:
         # The key that is furthest away: no strided part has both in one stride.
-        key = max((k.key for k in finding.leaks if k.query == first.query), key=lambda key: abs(key - first.query))
+        key = max((k.key for k in found.leaks if k.query == first.query), key=lambda key: abs(key - first.query))
         changed = context.run(context.inputs.change(np.arange(context.n) == key, context.fresh(0)))
-        pairs.insert(0, tuple(run.watch(first.row, first.query) for run in (context.example, changed)))
+        pairs.insert(0, (context.example, changed, (first.row, first.query)))
     try:
-        names = (locate(pair[0], pair[1], context.tested.signature.position_axes[0]) for pair in pairs)
-        name = next((name for name in names if name is not None), None)
+        name = next((name for pair in pairs if (name := locate(*pair)) is not None), None)
     except Exception:
         name = None
-    return replace(finding, leaks=tuple(replace(leak, module=leak.module or name) for leak in finding.leaks))
+    return replace(found, leaks=tuple(replace(leak, module=leak.module or name) for leak in found.leaks))

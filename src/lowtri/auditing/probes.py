@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.auditing.context import DRAWS, EXACT, Condition, Context, Sizes, measured_mask_threshold
+from lowtri.auditing.context import DRAWS, EXACT, EXAMPLE, Context, Sizes
 from lowtri.auditing.example import Bools, Rows, first_line, positions_first
 from lowtri.auditing.probe import (
     Leak,
@@ -29,15 +29,9 @@ from lowtri.auditing.probe import (
     pairs=True,
 )
 def change(context: Context) -> PairsOfRuns:
-    """Every key alone, and for every query all that is hidden from it at once, by random and by extreme values.
-
-    Token ids are also changed to other ids of the same row: a leak of equality shows in no random draw from many ids.
-    Short inputs are looked at pair by pair. Of long ones some positions are chosen, and a query that moves is
-    bisected down to one key.
-    """
     inputs, n = context.inputs, context.n
     queries = context.queries()
-    by_pair = context.condition == Condition()
+    by_pair = context.condition == EXAMPLE
     keys = queries if by_pair else []
     if by_pair and context.is_large and n <= EXACT:
         keys = list(range(n))
@@ -48,7 +42,7 @@ def change(context: Context) -> PairsOfRuns:
         kinds = kinds[:1]
     if not by_pair and context.discrete_output:  # discrete answers move rarely
         kinds += [(103 + more, "random") for more in range(draws - 1)]
-    depends, least = np.zeros((inputs.batch, n, n), bool), measured_mask_threshold(context.noise)
+    depends, least = np.zeros((inputs.batch, n, n), bool), context.noise.dependence
     for salt in range(draws):
         fresh = context.fresh(salt)
         for key in keys:
@@ -89,10 +83,6 @@ def change(context: Context) -> PairsOfRuns:
     pairs=True,
 )
 def gradient(context: Context) -> ProbeResult:
-    """One backward pass for each query, from a random cotangent, so that no sum over features can cancel.
-
-    Finds leaks too small to move a float32 output; blind to every leak through a discrete choice (top-k, sort, argmax).
-    """
     if not context.tested.in_torch:
         raise Skipped("the model does not compute in torch")
     import torch
@@ -129,7 +119,8 @@ def gradient(context: Context) -> ProbeResult:
             raise Skipped("no look-up of the example's ids was found to differentiate by")
         if not (rows.is_floating_point() and rows.requires_grad):
             raise Skipped("the output carries no gradient")
-        cotangents = np.random.default_rng([context.options.seed, 7]).standard_normal(rows.shape)
+        # Random, so that no sum over features can cancel.
+        cotangents = np.random.default_rng([context.tested.seed, 7]).standard_normal(rows.shape)
         for done, query in enumerate(queries):
             if context.chosen is None:
                 sizes[:, done] = reach([query])
@@ -163,7 +154,7 @@ def _judge(context: Context, sizes: Sizes, queries: list[int], reach: Reach) -> 
     """The finding from the gradients (B, queries, N)."""
     finite = np.isfinite(sizes)
     context.seen[queries] = np.fmax(context.seen[queries], np.where(finite, sizes, 0).max(axis=0))
-    hidden = ~np.broadcast_to(context.allowed[:, queries], sizes.shape) & ~context.ignored[:, queries, None]
+    hidden = ~np.broadcast_to(context.allowed[:, queries], sizes.shape) & context.real[:, queries, None]
     scale = float(sizes[finite].max(initial=0.0))
     wrong = np.where(hidden & finite, sizes, 0.0)
     if len(sizes) > 1 and context.noise.classify(float(wrong.max()), scale) != "clean":
@@ -196,11 +187,7 @@ def _judge(context: Context, sizes: Sizes, queries: list[int], reach: Reach) -> 
     reshapes=True,
 )
 def prefix(context: Context) -> PairsOfRuns:
-    """The rows of the first t inputs alone against the same rows of the whole.
-
-    Finds dependence on the length, which no change of content shows: statistics over time, positions counted from the
-    end, buckets whose size follows the length.
-    """
+    # The length may come in by statistics over time, positions counted from the end, buckets whose size follows it.
     require_repeatable(context)
     measured: dict[str, list[int]] = {"lengths": [], "refused": []}
     for t in context.shorter():
@@ -224,10 +211,6 @@ def prefix(context: Context) -> PairsOfRuns:
     needs="vectors, or torch",
 )
 def poison(context: Context) -> ProbeResult:
-    """NaN and inf in hidden vectors against outputs that may not see them.
-
-    Many right models spread it: 0 * NaN is NaN, and a masked softmax multiplies hidden values by 0.
-    """
     if context.inputs.discrete and not context.tested.in_torch:
         raise Skipped("token ids cannot be NaN, and the model does not compute in torch")
     spread: dict[str, int] = {}
@@ -280,11 +263,10 @@ def _poisoned(context: Context, where: Bools, value: float) -> Rows | None:
     needs="float outputs",
 )
 def sensitivity(context: Context) -> ProbeResult:
-    """Visible pairs that neither moved with a change nor had a gradient, in everything the probes before have recorded."""
     if context.discrete_output:
         raise Skipped("integer outputs move too rarely to say what is never seen")
     looked, moved = ~np.isnan(context.seen), np.nan_to_num(context.seen) > 0
-    visible = (context.allowed & ~context.ignored[:, :, None]).any(axis=0)
+    visible = (context.allowed & context.real[:, :, None]).any(axis=0)
     unseen = visible & looked & ~moved
     count, of = int(unseen.sum()), int((visible & looked).sum())
     if not of:

@@ -275,8 +275,9 @@ class AuditReport:
         looked = "" if drew is None else f", {drew['draws']} draws"
         if drew is not None and not drew["every_pair"]:
             looked += f", {drew['keys']} keys and {drew['queries']} queries looked at"
-        modes = dict.fromkeys([*self.modes, *(f.mode for f in ran if f.mode)])
-        length = "".join(f" and 1 x {n}" for n in dict.fromkeys(f.length for f in ran if f.length))
+        trained = any(f.under.training or f.condition == "training" for f in ran)
+        modes = dict.fromkeys([*self.modes, *(["training mode"] if trained else [])])
+        length = "".join(f" and 1 x {n}" for n in dict.fromkeys(f.under.length for f in ran if f.under.length))
         within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""
         probes = dict.fromkeys(f.probe for f in ran if f.probe)
         skipped = dict.fromkeys(f.probe or f.condition for f in self.findings if f.status == "skipped")
@@ -285,7 +286,7 @@ class AuditReport:
         return f"{self.batch} x {self.n}{length} positions{within}{looked}, probes {', '.join(probes)}{not_tried}"
 
     def _cells(self, most: int) -> npt.NDArray[np.int64]:
-        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.paired and leak.in_picture]
+        pairs = [(leak.query, leak.key) for leak in self.leaks if leak.paired and leak.under.length is None]
         return cells(self.allowed, self.seen, pairs, most)
 
 

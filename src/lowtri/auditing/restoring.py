@@ -8,58 +8,38 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from lowtri.auditing.adapter import owners
+
 _MOST = 50_000  # objects that are looked at; a model has a few dozen for each layer
-_OPAQUE = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    str,
-    bytes,
-    int,
-    float,
-)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_OPAQUE = (type, types.ModuleType, *_FUNCTIONS, str, bytes, int, float)
 _INTERNAL = ("torch._", "torch.fx", "torch.cuda", "threading", "logging", "_thread", "concurrent", "multiprocessing")
 
 
-def owners(*functions: Any) -> list[Any]:
-    """The objects that functions keep state in: themselves, what they are methods of, and what they close over."""
-    found: list[Any] = []
-    for function in functions:
-        while isinstance(function, functools.partial):
-            function = function.func
-        found += [function, getattr(function, "__self__", None)]
-        for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # an empty cell
-                found.append(cell.cell_contents)
-    # A list or an array that a function closes over may be a record of its calls or a data set: these stay as they are.
-    return [owner for owner in found if hasattr(owner, "__dict__") or _state(owner) is not None]
-
-
 class Snapshot:
-    """What objects hold now, and how it is put back: attributes, containers, tensors and arrays, and generators.
+    """What functions and the objects behind them hold now, and how it is put back: attributes, containers, tensors and arrays, and
+    generators.
 
-    Parameters are rebound, not copied: a call does not change weights.
+    Parameters are rebound, not copied: a call does not change weights. A list or an array that a function closes over may be a
+    record of its calls or a data set: these stay as they are.
     """
 
-    def __init__(self, roots: list[Any]) -> None:
+    def __init__(self, *functions: Any) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Any, Any]] = []
-        self._arrays: list[tuple[Any, Any]] = []
-        self.generators: list[tuple[Any, Any]] = []
+        self._undo: list[Callable[[], Any]] = []  # for everything but attributes
+        self._generators: list[Any] = []
         self._seen: dict[int, Any] = {}
-        waiting = list(roots)
+        roots = [owner for function in functions for owner in owners(function)]
+        waiting = [root for root in roots if hasattr(root, "__dict__") or _is_generator(root)]
         while waiting and len(self._seen) < _MOST:
             waiting += self._look(waiting.pop())
 
@@ -71,17 +51,18 @@ class Snapshot:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             if not isinstance(value, torch.nn.Parameter) and value.layout == torch.strided and not value.is_meta:
-                self._tensors.append((value, value.detach().clone()))
+                self._undo.append(partial(_restore_tensor, value, value.detach().clone()))
             return []
         if isinstance(value, np.ndarray):
             if value.flags.writeable and value.dtype != object:
-                self._arrays.append((value, value.copy()))
+                self._undo.append(partial(np.copyto, value, value.copy()))
             return []
-        if _state(value) is not None:
-            self.generators.append((value, _state(value)))
+        if _is_generator(value):
+            self._generators.append(value)
+            self._undo.append(_state_restorer(value))
             return []
         if isinstance(value, (dict, list, set, collections.deque)):
-            self._containers.append((value, value.copy()))
+            self._undo.append(partial(_restore_container, value, value.copy()))
             return list(value.values()) if isinstance(value, dict) else list(value)
         if isinstance(value, tuple):
             return list(value)
@@ -94,66 +75,52 @@ class Snapshot:
     def restore(self, *, modes: bool = True) -> None:
         """Put everything back; `modes` says whether training flags are."""
         for now, before in self._attributes:
-            kept = now.get("training") if not modes and "training" in before else None
-            if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
-                now.clear()
-                now.update(before)
-            if kept is not None:
-                now["training"] = kept
-        for container, content in self._containers:
-            if len(container) != len(content) or not _same_items(container, content):
-                container.clear()
-                add = container.extend if isinstance(content, (list, collections.deque)) else container.update
-                add(content)
-        for array, value in self._arrays:
-            array[...] = value
-        for generator, state in self.generators:
-            _set_state(generator, state)
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            with torch.no_grad():
-                for tensor, value in self._tensors:
-                    if not torch.equal(tensor, value):
-                        tensor.copy_(value)
+            if not modes and "training" in before:
+                before = {**before, "training": now.get("training")}
+            _restore_container(now, before)
+        for undo in self._undo:
+            undo()
 
     def seed(self, seed: int) -> None:
         """Start every generator that the objects hold at a seed."""
-        for generator, _ in self.generators:
+        for generator in self._generators:
             if hasattr(generator, "manual_seed"):
                 generator.manual_seed(seed)
-            elif isinstance(generator, random.Random):
-                generator.seed(seed)
-            elif isinstance(generator, np.random.RandomState):
-                generator.seed(seed % 2**32)
-            else:
+            elif isinstance(generator, np.random.Generator):
                 generator.bit_generator.state = type(generator.bit_generator)(seed).state
+            else:
+                generator.seed(seed % 2**32)
 
 
-def _same_items(container: Any, content: Any) -> bool:
-    if isinstance(content, dict):
-        return all(key in container and container[key] is value for key, value in content.items())
-    if isinstance(content, set):
-        return bool(container == content)
-    return all(one is other for one, other in zip(container, content, strict=True))
+def _restore_container(container: Any, content: Any) -> None:
+    now, before = ([*part, *(part.values() if isinstance(part, dict) else ())] for part in (container, content))
+    if len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True)):
+        return
+    container.clear()
+    add = container.extend if isinstance(content, (list, collections.deque)) else container.update
+    add(content)
 
 
-def _state(value: Any) -> Any:
-    """The state of a generator of random numbers; None for anything else."""
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, (random.Random, np.random.RandomState)):
-        return value.getstate() if isinstance(value, random.Random) else value.get_state()
+def _restore_tensor(tensor: Any, value: Any) -> None:
+    torch = sys.modules["torch"]
+    with torch.no_grad():
+        if not torch.equal(tensor, value):
+            tensor.copy_(value)
+
+
+def _is_generator(value: Any) -> bool:
     torch = sys.modules.get("torch")
-    return value.get_state() if torch is not None and isinstance(value, torch.Generator) else None
+    own = isinstance(value, (np.random.Generator, random.Random, np.random.RandomState))
+    return own or (torch is not None and isinstance(value, torch.Generator))
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def _state_restorer(generator: Any) -> Callable[[], Any]:
+    """What puts a generator of random numbers back into the state that it is in now."""
     if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(generator.set_state, generator.get_state())
 
 
 def without_gradients() -> contextlib.AbstractContextManager[Any]:
@@ -166,20 +133,14 @@ def without_gradients() -> contextlib.AbstractContextManager[Any]:
 def torch_settings_restored(threads: int | None = None) -> Iterator[None]:
     """The gradient mode, the default dtype and the number of threads as they were; meanwhile `threads`, where given."""
     torch = sys.modules.get("torch")
-    if torch is None:
+    with contextlib.ExitStack() as undo:
+        if torch is not None:
+            undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+            undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+            undo.callback(torch.set_num_threads, torch.get_num_threads())
+            if threads is not None:
+                torch.set_num_threads(threads)
         yield
-        return
-    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    before = torch.get_num_threads()
-    try:
-        if threads is not None and threads != before:
-            torch.set_num_threads(threads)
-        yield
-    finally:
-        if torch.get_num_threads() != before:
-            torch.set_num_threads(before)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(gradients)
 
 
 @contextlib.contextmanager
@@ -199,22 +160,16 @@ def in_mode(module: Any, training: bool | None) -> Iterator[None]:
 def seeded(seed: int) -> Iterator[None]:
     """Every global source of random numbers at the same seed, and its state restored afterwards."""
     torch = sys.modules.get("torch")
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    torch_state = torch.get_rng_state() if torch is not None else None
-    on_devices = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else None
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         if torch is not None:
+            undo.callback(torch.set_rng_state, torch.get_rng_state())
             # `torch.manual_seed` walks the stack for devices that may come later.
             torch.default_generator.manual_seed(seed)
-            if on_devices is not None:
+            if torch.cuda.is_initialized():
+                undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
                 torch.cuda.manual_seed_all(seed)
         yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        if torch is not None and torch_state is not None:
-            torch.set_rng_state(torch_state)
-            if on_devices is not None:
-                torch.cuda.set_rng_state_all(on_devices)

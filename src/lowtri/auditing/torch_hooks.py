@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lowtri.masks import as_mask
+from lowtri.ops.arguments import describe
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
@@ -125,15 +125,13 @@ def looked_up(tested: Any, inputs: Any) -> int | None:
     return min(sizes, default=None)
 
 
-class DivergingRuns(NamedTuple):
-    """A run, and the position in it that is looked at."""
+class _Place(NamedTuple):
+    """A row and a position in one call of the module."""
 
-    module: Any
-    run: Callable[[], Any]
     row: int
     position: int
     shape: tuple[int, int]  # rows and positions of the call
-    call: int = -1  # which of the module's calls; by default the last
+    call: int  # which of the module's calls
 
 
 class _Event(NamedTuple):
@@ -144,12 +142,12 @@ class _Event(NamedTuple):
     outputs: list[torch.Tensor]
 
 
-def locate(one: DivergingRuns, other: DivergingRuns, axis: int) -> str | None:
-    """Where two runs part: the first module whose output differs at the position where none of its inputs does.
+def locate(one: Any, other: Any, spot: tuple[int, int]) -> str | None:
+    """Where two runs part: the first module whose output differs at a row and a position where none of its inputs does.
 
     Where the difference begins between modules, in plain code, that is their parent. None when no output differs.
     """
-    first, second = _events(one, axis), _events(other, axis)
+    first, second = _events(one, spot), _events(other, spot)
     outputs = (tensor for event in first for tensor in event.outputs if tensor.numel())
     greatest = max((float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in outputs), default=1.0)
     inputs_still: dict[str, bool] = {}
@@ -170,16 +168,23 @@ def locate(one: DivergingRuns, other: DivergingRuns, axis: int) -> str | None:
             parents.append(parents[-1].rpartition(".")[0])
         # A parent that only contains its parts (a ModuleList, say) is never called, and no code of its own can leak.
         name = next((parent for parent in parents if inputs_still.get(parent, False)), "")
-    return name or type(one.module).__name__
+    return name or type(one.tested.module).__name__
 
 
-def _events(watch: DivergingRuns, axis: int) -> list[_Event]:
-    """Every part's calls in one call of the module, in the order in which they finish."""
+def _events(run: Any, spot: tuple[int, int]) -> list[_Event]:
+    """Every part's calls in the call of the module that computes a place of a run, in the order in which they finish."""
+    row, position = np.add(spot, run.start).tolist()
+    place = _Place(row, position, (run.inputs.batch, run.inputs.n), -1)
+    if run.calls:
+        starts = np.cumsum([0, *run.calls])
+        call = int(np.searchsorted(starts, position, side="right")) - 1
+        place = _Place(row, position - int(starts[call]), (run.inputs.batch, run.calls[call]), call)
+    axis = run.tested.signature.position_axes[0]
     calls: list[list[_Event]] = []
 
-    def at_position(values: Iterable[Any], part: Any) -> list[torch.Tensor]:
+    def at_place(values: Iterable[Any], part: Any) -> list[torch.Tensor]:
         along = 2 if hasattr(part, "kernel_size") else axis  # convolutions and pools have the channels first
-        return [cut for value in values if (cut := _cut(value, watch, along)) is not None]
+        return [cut for value in values if (cut := _cut(value, place, along)) is not None]
 
     def record(name: str, part: Any, args: Any, kwargs: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
@@ -188,34 +193,35 @@ def _events(watch: DivergingRuns, axis: int) -> list[_Event]:
             values = getattr(output, "values", None)
             output = values() if callable(values) else []
         if calls:
-            calls[-1].append(_Event(name, at_position([*args, *kwargs.values()], part), at_position(output, part)))
+            calls[-1].append(_Event(name, at_place([*args, *kwargs.values()], part), at_place(output, part)))
 
+    module = run.tested.module
     with contextlib.ExitStack() as hooks:
-        for name, part in watch.module.named_modules():
+        for name, part in module.named_modules():
             hook = part.register_forward_hook(functools.partial(record, name), with_kwargs=True)
             hooks.callback(hook.remove)
-        hooks.callback(watch.module.register_forward_pre_hook(lambda *_: calls.append([])).remove)
-        watch.run()
-    return calls[watch.call] if calls else []
+        hooks.callback(module.register_forward_pre_hook(lambda *_: calls.append([])).remove)
+        run.compute()
+    return calls[place.call] if calls else []
 
 
-def _cut(value: Any, watch: DivergingRuns, axis: int) -> torch.Tensor | None:
-    """A tensor's values at the position; None where its axis of positions is not known."""
+def _cut(value: Any, place: _Place, axis: int) -> torch.Tensor | None:
+    """A tensor's values at the place; None where its axis of positions is not known."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
         return None
     value = value.detach()
-    batch, n = watch.shape
+    batch, n = place.shape
+    position = place.position
     axes = [axis, *(i for i in range(value.dim()) if i != axis)]
     fitting = next((i for i in axes if i < value.dim() and value.shape[i] == n), None)
-    position = watch.position
     if fitting is None and value.shape[0] == batch * n:  # batch and positions flattened into one, as experts have it
-        return value[watch.row * n + position].clone()
+        return value[place.row * n + position].clone()
     if fitting is None and value.dim() > max(2, axis) and 1 < value.shape[axis] < n and value.shape[0] in (1, batch):
         fitting, position = axis, position * value.shape[axis] // n  # a strided part
     if fitting is None:
         return None
     value = value.select(fitting, position)
-    return (value[watch.row] if value.dim() > 1 and value.shape[0] == batch else value).clone()
+    return (value[place.row] if value.dim() > 1 and value.shape[0] == batch else value).clone()
 
 
 def _moved(before: list[torch.Tensor], after: list[torch.Tensor], greatest: float) -> bool:
@@ -231,60 +237,37 @@ def _moved(before: list[torch.Tensor], after: list[torch.Tensor], greatest: floa
 
 def attention_tables(run: Callable[[], Any]) -> list[Any]:
     """The pairs that each attention of a run shows, (1 or B, Nq, Nk), from torch's functions or from returned weights."""
-    tables: list[Any] = []
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        recorder = _Attentions(tables)
-        with recorder, _own_attention(recorder):
-            answer = run()
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-    weights = getattr(answer, "attentions", None)
-    return tables or [(w > 0).any(dim=1).cpu().numpy() for w in weights or () if w is not None]
-
-
-@contextlib.contextmanager
-def _own_attention(recorder: _Attentions) -> Iterator[None]:
-    """Record the calls of lowtri's own attention, and not what its engines call in turn."""
     attend: Any = importlib.import_module("lowtri.dispatch.attend")
-    run, find = attend.run_eagerly, attend.find
-
-    def recorded(q: Any, k: Any, v: Any, mask: Any, options: Any) -> Any:
-        recorder.tables.append(_visible(mask, options, q.shape[-2], k.shape[-2]))
-        recorder.inside = True
-        try:
-            return run(q, k, v, mask, options)
-        finally:
-            recorder.inside = False
-
-    attend.run_eagerly = recorded
-    attend.find = lambda *arguments: (None, None)  # a call that was made before would be run past this function
-    try:
-        yield
-    finally:
-        attend.run_eagerly, attend.find = run, find
-
-
-def _visible(mask: Any, options: Any, nq: int, nk: int) -> Any:
-    """The pairs (1 or B, Nq, Nk) that a mask shows at the positions of a call."""
-    q, k = (None if p is None else np.atleast_2d(np.asarray(p)) for p in (options.q_positions, options.k_positions))
-    q = np.arange(nk - nq, nk)[None] if q is None else q
-    k = np.arange(nk)[None] if k is None else k
-    n = int(max(q.max(), k.max())) + 1
-    table: Any = np.array(as_mask(mask).dense(n), bool)
-    table = table.any(axis=1) if table.ndim == 4 else table.reshape(-1, n, n)
-    rows = max(len(q), len(k), len(table))
-    q, k, table = (np.broadcast_to(x, (rows, *x.shape[1:])) for x in (q, k, table))
-    shown = [t[np.ix_(np.maximum(i, 0), np.maximum(j, 0))] for t, i, j in zip(table, q, k, strict=True)]
-    return np.stack(shown) & (q >= 0)[:, :, None] & (k >= 0)[:, None]
+    recorder = _Attentions(attend.run_eagerly)
+    with contextlib.ExitStack() as undo:
+        undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        # A call that was made before would be found, and run past the recorder.
+        for name, replaced in (("run_eagerly", recorder.run_eagerly), ("find", lambda *arguments: (None, None))):
+            undo.callback(setattr, attend, name, getattr(attend, name))
+            setattr(attend, name, replaced)
+        with recorder:
+            answer = run()
+    weights = getattr(answer, "attentions", None)
+    return recorder.tables or [(w > 0).any(dim=1).cpu().numpy() for w in weights or () if w is not None]
 
 
 class _Attentions(TorchFunctionMode):
-    def __init__(self, tables: list[Any]) -> None:
+    """Records the calls of torch's attention and of lowtri's own, and not what lowtri's engines call in turn."""
+
+    def __init__(self, run_eagerly: Callable[..., Any]) -> None:
         super().__init__()
-        self.tables = tables
+        self.tables: list[Any] = []
+        self.own = run_eagerly
         self.inside = False  # an engine of lowtri's attention
+
+    def run_eagerly(self, q: Any, k: Any, v: Any, mask: Any, options: Any) -> Any:
+        self.tables.append(describe(q, k, v, mask, options)[0].visible().any(axis=1))
+        self.inside = True
+        try:
+            return self.own(q, k, v, mask, options)
+        finally:
+            self.inside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

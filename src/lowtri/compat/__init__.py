@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["constant_while_traced"]
+__all__ = ["compile_as", "constant_while_traced"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,3 +29,12 @@ def constant_while_traced(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def compile_as(function: Callable[..., Any], traced: Callable[..., Any]) -> None:
+    """Torch's compiler traces ``traced`` where a program calls ``function``.
+
+    ``torch.compiler.substitute_in_graph`` does so, too, but it loads the compiler. A torch that does not know the mark traces
+    ``function``.
+    """
+    function._torchdynamo_inline = traced  # type: ignore[attr-defined]

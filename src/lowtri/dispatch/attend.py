@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from lowtri.compat import compile_as
 from lowtri.dispatch.choose import Choice, explain_choice
 from lowtri.dispatch.prepared import cast_for_autocast, find, is_traced, prepare, run_eagerly
 from lowtri.errors import CallError
@@ -169,14 +170,30 @@ def attention(
 
     Source: Vaswani et al. 2017, section 3.2.
     """
-    is_in_program = is_traced()  # asked first: what a program reads on its way is compared at each of its calls
-    if not is_in_program:
-        positions = None if q_positions is None and k_positions is None else (q_positions, k_positions)
-        ready, _ = find(
-            q, k, v, bias, sinks, positions, mask, scale, softcap, dropout, return_weights, return_lse, engine, return_received
-        )  # fmt: skip
-        if ready is not None:
-            return ready(q, k, v, bias, sinks) if ready.plain is None else ready.plain(q, k, v)
+    if is_traced():
+        return _attention_in_program(
+            q,
+            k,
+            v,
+            mask,
+            scale=scale,
+            softcap=softcap,
+            bias=bias,
+            sinks=sinks,
+            dropout=dropout,
+            q_positions=q_positions,
+            k_positions=k_positions,
+            return_weights=return_weights,
+            return_received=return_received,
+            return_lse=return_lse,
+            engine=engine,
+        )
+    positions = None if q_positions is None and k_positions is None else (q_positions, k_positions)
+    ready, _ = find(
+        q, k, v, bias, sinks, positions, mask, scale, softcap, dropout, return_weights, return_lse, engine, return_received
+    )  # fmt: skip
+    if ready is not None:
+        return ready(q, k, v, bias, sinks) if ready.plain is None else ready.plain(q, k, v)
     options = CallOptions(
         scale,
         softcap,
@@ -190,16 +207,21 @@ def attention(
         engine,
         return_received,
     )
-    if not is_in_program:
-        if "NestedTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):  # torch's class of jagged tensors
-            from lowtri.dispatch.jagged import attend_jagged
+    if "NestedTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):  # torch's class of jagged tensors
+        from lowtri.dispatch.jagged import attend_jagged
 
-            return attend_jagged(attention, q, k, v, mask, options)
-        return run_eagerly(q, k, v, mask, options)
+        return attend_jagged(attention, q, k, v, mask, options)
+    return run_eagerly(q, k, v, mask, options)
+
+
+def _attention_in_program(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+    """:func:`attention` where torch traces a program, which would compare each default of :func:`attention` at each of its calls."""
     from lowtri.dispatch.operators import traced
 
-    _, (q, k, v) = cast_for_autocast(q, k, v)
     return traced(q, k, v, mask, options)
+
+
+compile_as(attention, _attention_in_program)
 
 
 def find_over_cache(

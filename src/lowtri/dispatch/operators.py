@@ -2,6 +2,7 @@
 
     lowtri::attention                 the results of a call, with gradients
     lowtri::attention_forward         the results, without gradients
+    lowtri::attention_output          the output alone, without gradients
     lowtri::attention_for_gradients   the results, and the log-sum-exp that the gradients need
     lowtri::attention_backward        the gradients of q, k, v, bias and sinks, as far as they are wanted
     lowtri::dropout_seed              the seed of a call with dropout, from the generator that an eager call draws from
@@ -17,10 +18,12 @@ of AOTAutograd have ``attention_for_gradients`` and ``attention_backward`` inste
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.backends import GradientSource
@@ -40,100 +43,106 @@ __all__ = ["traced"]
 
 
 class Arguments(NamedTuple):
-    """The arguments of the operators, in their order."""
+    """The arguments of the operators, in their order. They are few, since torch converts each of them at each call."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None
-    sinks: Tensor | None
-    seed: Tensor | None  # of the dropout
+    call: str  # the mask and what else is no number, as _call_text writes it
+    tensors: Sequence[Tensor] | None = (
+        None  # those that ``call`` names, then the mask's arrays; packages take no empty list
+    )
+    factors: Sequence[float] | None = None  # those that ``call`` names
+    numbers: Sequence[int] | None = None  # one for each placeholder of the mask's text, -1 where that is an array
+
+
+_MOST_KEPT = (
+    2**16
+)  # bytes of a mask's arrays, of which the mask is kept: the arrays of larger calls cost a small part of them
+_SCHEMA = "Tensor q, Tensor k, Tensor v, str call, Tensor[]? tensors, float[]? factors, SymInt[]? numbers"
+
+
+class CallText(NamedTuple):
+    """What the text of a call says.
+
+    Attributes:
+        mask: the text of the mask.
+        options: those that are neither tensors nor numbers.
+        bias_kind: the kind of a bias over distances.
+        tensors, factors: the names of those that are given, in their order: bias and sinks before other tensors.
+    """
+
     mask: str
-    arrays: Sequence[Tensor] | None  # None without any: packages of AOTInductor cannot pass an empty list of tensors
-    numbers: Sequence[int] | None  # one for each placeholder of the mask's text, -1 where that is an array
-    q_positions: Tensor | None
-    k_positions: Tensor | None
-    scale: float | None
-    softcap: float | None
-    dropout: float
+    options: CallOptions
     bias_kind: str | None
-    return_weights: bool
-    return_received: bool
-    return_lse: bool
-    engine: str
+    tensors: tuple[str, ...]
+    factors: tuple[str, ...]
 
 
-_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? seed, str mask, Tensor[]? arrays, SymInt[]? numbers, "
-    "Tensor? q_positions, Tensor? k_positions, float? scale, float? softcap, float dropout, str? bias_kind, bool return_weights, "
-    "bool return_received, bool return_lse, str engine"
-)
-_WITH_GRADIENTS = 5  # the first arguments: q, k, v, bias, sinks
-_OPTIONS = 11  # the first argument that is neither a tensor nor of the mask
+@lru_cache(1024)
+def _read_call(text: str) -> CallText:
+    """A call from its text, as ``"return_lse; engine=cpu; bias; sinks; scale; mask=causal"``."""
+    head, _, mask = text.partition("mask=")
+    words = head.split("; ")[:-1]
+    values: dict[str, Any] = dict(word.split("=", 1) for word in words if "=" in word)
+    bias_kind = values.pop("bias_kind", None)
+    flags: dict[str, Any] = {word: True for word in words if word.startswith("return_")}
+    tensors = tuple(word for word in words if word in ("bias", "sinks", "seed", "q_positions", "k_positions"))
+    factors = tuple(word for word in words if word in ("scale", "softcap", "dropout"))
+    return CallText(mask, CallOptions(**flags, **values), bias_kind, tensors, factors)
 
 
 # A call that is traced.
 
 
-def traced(q: Any, k: Any, v: Any, mask: Any, options: CallOptions) -> Any:
+def traced(q: Any, k: Any, v: Any, mask: Any, options: dict[str, Any]) -> Any:
     """A call of attention under tracing: an operator; or a graph break for a mask with a Python function, and in torch.func.
 
-    Each global name that is read here, or in a function that is called here, is compared at each call of the program.
+    Each global name that is read here, or in a function that is called here, is compared at each call of the program, and more slowly
+    if the program reads the same object by another name. What ``constant_while_traced`` marks is not traced.
+
+    Args:
+        options: the keyword arguments that are given.
     """
-    bias = options.bias
-    if bias is not None and type(bias).__name__ == "CausalBias":
-        raise CallError('attention: bias is a CausalBias, which has no data. Fix: the mask "causal".')
-    text: str | None = mask
+    _check_names(options)
+    bias, bias_kind = options.get("bias"), None
+    if bias is not None:
+        if type(bias).__name__ == "CausalBias":
+            raise CallError('attention: bias is a CausalBias, which has no data. Fix: the mask "causal".')
+        bias, bias_kind = bias_arguments(bias)
+    text: str | None
     values: list[Any] = []
-    if type(mask) is not str:
+    if isinstance(mask, str):
+        text = mask
+    else:
         if not isinstance(mask, Mask):
             as_mask(mask, "attention: mask")  # raises with the fix
         text, values = to_text(mask)
-    if exports_to_onnx():
-        return formula_for_onnx(q, k, v, mask, options)
-    bias_kind = None
-    if bias is not None:
-        bias, bias_kind = bias_arguments(bias)
-    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if (
-        text is None
-        or not tensors
-        or not (bias is None or isinstance(bias, Tensor))
-        or _in_transform()  # for torch.func's, the operators have no rules
-    ):
-        return _eager(q, k, v, mask, options)
-    arrays = numbers = None
+    kind = _kind_of_trace()
+    are_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if are_tensors:
+        dtype = _autocast_dtype(q.device.type)
+        if dtype is not None:
+            q, k, v = [x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v)]
+    if kind == "onnx":
+        return formula_for_onnx(q, k, v, mask, CallOptions(**options))
+    if text is None or not are_tensors or not (bias is None or isinstance(bias, Tensor)) or kind == "transform":
+        return _eager(q, k, v, mask, CallOptions(**options))
+    call, tensors, factors = _call_text(text, bias, bias_kind, options)
+    numbers = None
     if values:
         arrays, numbers = _arrays_and_numbers(values)
-    seed = None
-    if options.dropout:
-        # A compiler that removes equal operations keeps this one for each call, since each call has new memory.
-        seed = _dropout_seed(torch.empty((), dtype=torch.int64))
-    operator = _attention if _needs_gradients(q, k, v, bias, options.sinks) else _attention_without_gradients
-    results = operator(
-        q,
-        k,
-        v,
-        bias,
-        options.sinks,
-        seed,
-        text,
-        arrays,
-        numbers,
-        None if options.q_positions is None else _tensor(options.q_positions),
-        None if options.k_positions is None else _tensor(options.k_positions),
-        options.scale,
-        options.softcap,
-        options.dropout,
-        bias_kind,
-        options.return_weights,
-        options.return_received,
-        options.return_lse,
-        options.engine,
-    )
-    if options.return_weights or options.return_received or options.return_lse:
-        return tuple(results)
-    return results[0]
+        tensors += arrays
+    arguments = (call, tensors or None, factors or None, numbers)
+    returns_more = options.get("return_weights") or options.get("return_received") or options.get("return_lse")
+    is_trained = kind == "with gradients" and _requires_gradients(q, k, v, bias, options.get("sinks"))
+    if kind == "exported" or is_trained:
+        results = _attention(q, k, v, *arguments)
+    elif returns_more:
+        results = _attention_forward(q, k, v, *arguments)
+    else:
+        return _attention_output(q, k, v, *arguments)
+    return tuple(results) if returns_more else results[0]
 
 
 _eager = outside_graph(
@@ -143,23 +152,91 @@ _eager = outside_graph(
 
 
 @constant_while_traced
-def _in_transform() -> bool:
-    """Whether the program being traced is inside of one of torch.func's transforms, whose tensors require no gradient themselves."""
-    return transform_stack() is not None
+def _kind_of_trace() -> str:
+    """What the program is traced for.
+
+    Exported programs may also be trained where their example was not. Inside of torch.func's transforms, whose tensors require no
+    gradient themselves, the operators have no rules.
+    """
+    if exports_to_onnx():
+        return "onnx"
+    if transform_stack() is not None:
+        return "transform"
+    if hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting():
+        return "exported"
+    return "with gradients" if torch.is_grad_enabled() else "without gradients"
 
 
-def _needs_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> bool:
-    """Whether a gradient may be recorded; an exported program may also be trained where its example was not."""
-    if not torch.compiler.is_dynamo_compiling() or _strictly_exporting():
-        return True
-    if not torch.is_grad_enabled():
-        return False
+@constant_while_traced
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype to which autocast casts on this kind of device; None where it is off."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in (
+            "scale", "softcap", "bias", "sinks", "dropout", "q_positions", "k_positions",
+            "return_weights", "return_received", "return_lse", "engine",
+        ):  # fmt: skip
+            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+
+
+def _call_text(
+    mask: str, bias: Tensor | None, bias_kind: str | None, options: dict[str, Any]
+) -> tuple[str, list[Tensor], list[float]]:
+    """The text of a call, which :func:`_read_call` reads, and the tensors and the factors that it names."""
+    words: list[str] = []
+    tensors: list[Tensor] = []
+    factors: list[float] = []
+    if options.get("return_weights"):
+        words.append("return_weights")
+    if options.get("return_received"):
+        words.append("return_received")
+    if options.get("return_lse"):
+        words.append("return_lse")
+    engine = options.get("engine", "auto")
+    if engine != "auto":
+        words.append(f"engine={engine}".replace(";", ","))  # whatever was given is one word, and refused as such
+    if bias_kind is not None:
+        words.append(f"bias_kind={bias_kind}")
+    if bias is not None:
+        words.append("bias")
+        tensors.append(bias)
+    if options.get("sinks") is not None:
+        words.append("sinks")
+        tensors.append(options["sinks"])
+    if options.get("dropout"):
+        words.append("seed")
+        # A compiler that removes equal operations keeps this one for each call, since each call has new memory.
+        tensors.append(_dropout_seed(torch.empty((), dtype=torch.int64)))
+        words.append("dropout")
+        factors.append(options["dropout"])
+    if options.get("q_positions") is not None:
+        words.append("q_positions")
+        tensors.append(_tensor(options["q_positions"]))
+    if options.get("k_positions") is not None:
+        words.append("k_positions")
+        tensors.append(_tensor(options["k_positions"]))
+    if options.get("scale") is not None:
+        words.append("scale")
+        factors.append(options["scale"])
+    if options.get("softcap") is not None:
+        words.append("softcap")
+        factors.append(options["softcap"])
+    words.append(f"mask={mask}")
+    return "; ".join(words), tensors, factors
+
+
+def _requires_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> bool:
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
     return (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
 
 
-def _arrays_and_numbers(values: list[Any]) -> tuple[list[Tensor] | None, list[int] | None]:
+def _arrays_and_numbers(values: list[Any]) -> tuple[list[Tensor], list[int] | None]:
     """What the placeholders of a mask's text stand for: the arrays as tensors, and the numbers, which are inputs of the graph, too."""
     arrays = [x for x in values if not isinstance(x, int)]
     if not all(isinstance(array, Tensor) for array in arrays) and _strictly_exporting():
@@ -167,7 +244,7 @@ def _arrays_and_numbers(values: list[Any]) -> tuple[list[Tensor] | None, list[in
             "attention: torch.export(strict=True) does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False."
         )
     numbers = [x if isinstance(x, int) else -1 for x in values]
-    return [_tensor(array) for array in arrays] or None, numbers if len(numbers) > len(arrays) else None
+    return [_tensor(array) for array in arrays], numbers if len(numbers) > len(arrays) else None
 
 
 def _strictly_exporting() -> bool:
@@ -189,45 +266,109 @@ def _tensor(array: Any) -> Any:
 # What the operators compute.
 
 
+class Given(NamedTuple):
+    """The arguments of an operator, read: those of :func:`lowtri.attention`.
+
+    Attributes:
+        mask: a mask; or its text where that says all, which is looked up as it is.
+        seed: of the dropout.
+        bias_kind: the kind of a bias over distances; ``options.bias`` is that bias.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Any
+    options: CallOptions
+    seed: Tensor | None
+    bias_kind: str | None
+
+
+def _given(arguments: Arguments) -> Given:
+    q, k, v = arguments[:3]
+    call = _read_call(arguments.call)
+    if not any(arguments[4:]):  # most calls
+        return Given(q, k, v, call.mask, call.options, None, None)
+    tensors = list(arguments.tensors or ())
+    named: dict[str, Any] = dict(zip(call.tensors, tensors, strict=False))
+    factors: dict[str, Any] = dict(zip(call.factors, arguments.factors or (), strict=True))
+    seed = named.pop("seed", None)
+    options = call.options._replace(**named, **factors)
+    options = options._replace(bias=bias_from_arguments(options.bias, call.bias_kind))
+    mask = _mask(call.mask, tensors[len(call.tensors) :], arguments.numbers)
+    return Given(q, k, v, mask, options, seed, call.bias_kind)
+
+
+def _mask(text: str, arrays: Sequence[Tensor], numbers: Sequence[int] | None) -> Any:
+    """The mask of a text and its values; or the text, where it has none."""
+    if not arrays and numbers is None:
+        return text
+    values = [array.cpu().numpy() for array in arrays]
+    in_order = None if numbers is None else tuple(numbers)
+    if sum(array.nbytes for array in values) > _MOST_KEPT:
+        return _mask_of(text, values, in_order)
+    return _known_mask(text, tuple((array.tobytes(), array.dtype.str, array.shape) for array in values), in_order)
+
+
+@lru_cache(64)
+def _known_mask(
+    text: str, contents: tuple[tuple[bytes, str, tuple[int, ...]], ...], numbers: tuple[int, ...] | None
+) -> Any:
+    """The mask of arrays with these contents: its text is read once, and its arrays are compared once."""
+    arrays = [np.frombuffer(content, dtype).reshape(shape) for content, dtype, shape in contents]
+    return _mask_of(text, arrays, numbers)
+
+
+def _mask_of(text: str, arrays: list[NDArray[Any]], numbers: tuple[int, ...] | None) -> Any:
+    values: list[Any] = arrays
+    if numbers is not None:
+        each = iter(arrays)
+        values = [next(each) if number < 0 else number for number in numbers]
+    return from_text(text, values)
+
+
+def _output(
+    q: Tensor, k: Tensor, v: Tensor, text: str, tensors: Any = None, factors: Any = None, numbers: Any = None
+) -> Tensor:
+    call = _read_call(text)
+    if not call.tensors:
+        options = call.options
+        if factors is not None:
+            options = options._replace(**dict(zip(call.factors, factors, strict=True)))
+        mask = _mask(call.mask, tensors or (), numbers)
+        ready, _ = find(q, k, v, None, None, None, mask, options.scale, options.softcap, 0.0, *options[7:])
+        if ready is not None and ready.plain is not None:
+            output: Tensor = ready.plain(q, k, v).contiguous()
+            return output
+    return _forward(q, k, v, text, tensors, factors, numbers)[0]
+
+
 def _forward(*arguments: Any) -> list[Tensor]:
     """The output, the weights, what keys received and the log-sum-exp, as far as the call returns them."""
-    given = Arguments(*arguments)
-    ready = None
-    if given.seed is None and given.arrays is None and given.numbers is None and given.bias_kind is None:
-        positions = None
-        if given.q_positions is not None or given.k_positions is not None:
-            positions = given.q_positions, given.k_positions
-        ready, _ = find(
-            given.q, given.k, given.v, given.bias, given.sinks, positions, given.mask, given.scale, given.softcap,
-            given.dropout, given.return_weights, given.return_lse, given.engine, given.return_received,
-        )  # fmt: skip
-    if ready is None or ready.plain is None:
-        return _run(given, for_gradients=False)
-    return [ready.plain(given.q, given.k, given.v).contiguous()]
+    return _run(_given(Arguments(*arguments)), for_gradients=False)
 
 
-def _run(given: Arguments, for_gradients: bool) -> list[Tensor]:
+def _run(given: Given, for_gradients: bool) -> list[Tensor]:
     """The results; ``for_gradients`` also the log-sum-exp, inf where the backward needs none."""
-    options = _options(given)
-    with without_autocast(autocast_device(given.q)):
-        ready, inputs = prepared_call(given.q, given.k, given.v, _mask(given), options)
+    q, options = given.q, given.options
+    with without_autocast(autocast_device(q)):
+        ready, inputs = prepared_call(q, given.k, given.v, given.mask, options)
         if for_gradients and ready.prepared.gradient_source() is GradientSource.LSE and not ready.call.return_lse:
             if ready.with_lse is None:  # the gradients need it
-                options = options._replace(return_lse=True, engine=ready.backend)
-                ready.with_lse, inputs = prepared_call(given.q, given.k, given.v, _mask(given), options)
+                with_lse = options._replace(return_lse=True, engine=ready.backend)
+                ready.with_lse, inputs = prepared_call(q, given.k, given.v, given.mask, with_lse)
             ready = ready.with_lse
         result = ready.run(inputs, given.seed)
     call, lse = ready.call, result.lse
-    with_lse = given.return_lse or (for_gradients and lse is not None)
-    results = [x.contiguous() for x in call.in_order(result, with_lse)]
+    with_lse_returned = options.return_lse or (for_gradients and lse is not None)
+    results = [x.contiguous() for x in call.in_order(result, with_lse_returned)]
     if for_gradients and lse is None:
-        q = given.q
         results.append(q.new_full(q.shape[:-1], torch.inf, dtype=_wide(q)))
     return results
 
 
 def _run_for_gradients(*arguments: Any) -> list[Tensor]:
-    return _run(Arguments(*arguments), for_gradients=True)
+    return _run(_given(Arguments(*arguments)), for_gradients=True)
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:
@@ -238,20 +379,27 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
             "Fix: torch.onnx.export(model, args), with the model itself."
         )
     q, k = given.q, given.k
+    options = _read_call(given.call).options
     results = [q.new_empty((*q.shape[:-1], given.v.shape[-1]))]
-    if given.return_weights:
+    if options.return_weights:
         results.append(q.new_empty((*q.shape[:-1], k.shape[-2])))
-    if given.return_received:
+    if options.return_received:
         results.append(q.new_empty((*q.shape[:-2], k.shape[-2]), dtype=_wide(q)))
-    if given.return_lse:
+    if options.return_lse:
         results.append(q.new_empty(q.shape[:-1], dtype=_wide(q)))
     return results
 
 
+def _fake_output(*arguments: Any) -> Tensor:
+    return _fake_forward(*arguments)[0]
+
+
 def _fake_for_gradients(*arguments: Any) -> list[Tensor]:
-    given = Arguments(*arguments)
-    results = _fake_forward(*given)
-    return results if given.return_lse else [*results, given.q.new_empty(given.q.shape[:-1], dtype=_wide(given.q))]
+    q, text = arguments[0], arguments[3]
+    results = _fake_forward(*arguments)
+    if not _read_call(text).options.return_lse:
+        results.append(q.new_empty(q.shape[:-1], dtype=_wide(q)))
+    return results
 
 
 def _run_backward(
@@ -261,12 +409,14 @@ def _run_backward(
 
     Args:
         d_results: the gradients of the output, the weights and the log-sum-exp.
+        wanted: for each of those that are given, in this order.
     """
-    given = Arguments(*arguments)
-    leaves = [
-        None if x is None else x.detach().requires_grad_(want)
-        for x, want in zip(arguments[:_WITH_GRADIENTS], wanted, strict=True)
-    ]
+    inputs = Arguments(*arguments)
+    leaves = {
+        name: x.detach().requires_grad_(want)
+        for (name, x), want in zip(_differentiable(inputs).items(), wanted, strict=True)
+    }
+    given = _given(inputs)
     d_output, d_weights, d_lse = d_results
     if d_output is None:
         d_output = torch.zeros_like(output)
@@ -274,42 +424,23 @@ def _run_backward(
         d_weights = None
     known_lse = None if lse.isposinf().all() else lse  # a call whose backend was chosen for the forward may not have it
     known = KnownResults(output, known_lse, d_output, d_weights, d_lse, given.seed)
-    grads = gradients_of_call(leaves, given.bias_kind, _mask(given), _options(given), known)
+    in_order = [leaves.get(name) for name in ("q", "k", "v", "bias", "sinks")]
+    grads = gradients_of_call(in_order, given.bias_kind, given.mask, given.options, known)
     return [d.contiguous() for d in grads if d is not None]
 
 
 def _fake_backward(
     d_results: Sequence[Tensor | None], output: Tensor, lse: Tensor, wanted: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
-    inputs = (x for x, want in zip(arguments, wanted, strict=False) if want)
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    inputs = zip(_differentiable(Arguments(*arguments)).values(), wanted, strict=True)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x, want in inputs if want]
 
 
-def _mask(given: Arguments) -> Any:
-    """The mask; a text without arrays is looked up as it is."""
-    if given.arrays is None and given.numbers is None:
-        return given.mask
-    values: list[Any] = [array.cpu().numpy() for array in given.arrays or ()]
-    if given.numbers is not None:
-        each = iter(values)
-        values = [next(each) if number < 0 else number for number in given.numbers]
-    return from_text(given.mask, values)
-
-
-def _options(given: Arguments) -> CallOptions:
-    return CallOptions(
-        given.scale,
-        given.softcap,
-        bias_from_arguments(given.bias, given.bias_kind),
-        given.sinks,
-        given.dropout,
-        given.q_positions,
-        given.k_positions,
-        given.return_weights,
-        given.return_lse,
-        given.engine,
-        given.return_received,
-    )
+def _differentiable(arguments: Arguments) -> dict[str, Tensor]:
+    """Those of q, k, v, bias and sinks that are given, in this order."""
+    named = zip(_read_call(arguments.call).tensors, arguments.tensors or (), strict=False)
+    differentiable = {"q": arguments.q, "k": arguments.k, "v": arguments.v}
+    return differentiable | {name: x for name, x in named if name in ("bias", "sinks")}
 
 
 def _wide(q: Tensor) -> torch.dtype:
@@ -323,50 +454,50 @@ class _Recorded(torch.autograd.Function):
     """The operator ``attention``, where a gradient may be recorded."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        given = Arguments(*arguments)
+    def forward(ctx: Any, text: str, factors: Any, numbers: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         with below_autograd():
-            results = _attention_for_gradients(*given)
-        lse = results[-1]
-        tensors = [*given[: _WITH_GRADIENTS + 1], given.q_positions, given.k_positions, results[0], lse]
-        ctx.save_for_backward(*tensors, *(given.arrays or ()))
-        ctx.has_arrays = given.arrays is not None
-        ctx.mask_and_numbers, ctx.options = (given.mask, given.numbers), given[_OPTIONS:]
-        returned = results if given.return_lse else results[:-1]
-        if given.return_received:
-            ctx.mark_non_differentiable(returned[1 + given.return_weights])
+            results = _attention_for_gradients(*_arguments(text, factors, numbers, tensors))
+        ctx.save_for_backward(results[0], results[-1], *tensors)
+        ctx.others = text, factors, numbers
+        options = _read_call(text).options
+        returned = results if options.return_lse else results[:-1]
+        if options.return_received:
+            ctx.mark_non_differentiable(returned[1 + options.return_weights])
         ctx.set_materialize_grads(False)
         return tuple(returned)
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
-        saved = iter(ctx.saved_tensors)
-        inputs = [next(saved) for _ in range(_WITH_GRADIENTS + 1)]
-        positions = next(saved), next(saved)
-        output, lse = next(saved), next(saved)
-        arrays = list(saved) if ctx.has_arrays else None
-        mask, numbers = ctx.mask_and_numbers
-        arguments: list[Any] = [*inputs, mask, arrays, numbers, *positions, *ctx.options]
-        given = Arguments(*arguments)
+        output, lse, *tensors = ctx.saved_tensors
+        text, factors, numbers = ctx.others
+        arguments = _arguments(text, factors, numbers, tensors)
+        options = _read_call(arguments.call).options
         each = iter(d_results)
         d_output = next(each)
-        d_weights = next(each) if given.return_weights else None
-        if given.return_received:
+        d_weights = next(each) if options.return_weights else None
+        if options.return_received:
             next(each)
-        d_lse = next(each) if given.return_lse else None
-        wanted = list(ctx.needs_input_grad[:_WITH_GRADIENTS])
+        d_lse = next(each) if options.return_lse else None
+        needed = ctx.needs_input_grad[3:]  # of the tensors
+        wanted = list(needed[: len(_differentiable(arguments))])
         grads = iter(_backward([d_output, d_weights, d_lse], output, lse, wanted, *arguments))
-        others = len(arguments) - _WITH_GRADIENTS
-        return (*(next(grads) if want else None for want in wanted), *[None] * others)
+        return (None, None, None, *(next(grads) if need else None for need in needed))
+
+
+def _arguments(text: str, factors: Any, numbers: Any, tensors: Sequence[Tensor]) -> Arguments:
+    """The arguments of an operator from those of ``_Recorded``, to which each tensor is passed by itself."""
+    q, k, v = tensors[:3]
+    return Arguments(q, k, v, text, list(tensors[3:]) or None, factors, numbers)
 
 
 def _recorded(*arguments: Any) -> list[Tensor]:
     """The operator ``attention`` above autograd."""
-    tensors = (x for x in arguments[:_WITH_GRADIENTS] if x is not None)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return list(_Recorded.apply(*arguments))
+    given = Arguments(*arguments)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in _differentiable(given).values()):
+        tensors = given.tensors or ()
+        return list(_Recorded.apply(given.call, given.factors, given.numbers, given.q, given.k, given.v, *tensors))
     with below_autograd():
-        results: list[Tensor] = _attention_without_gradients(*arguments)
+        results: list[Tensor] = _attention_forward(*given)
     return results
 
 
@@ -390,7 +521,8 @@ def _define(name: str, schema: str, run: Any, fake: Any, *tags: Any) -> Any:
 
 
 _attention: Any = _define("attention", f"({_SCHEMA}) -> Tensor[]", _forward, _fake_forward)
-_attention_without_gradients: Any = _define("attention_forward", f"({_SCHEMA}) -> Tensor[]", _forward, _fake_forward)
+_attention_forward: Any = _define("attention_forward", f"({_SCHEMA}) -> Tensor[]", _forward, _fake_forward)
+_attention_output: Any = _define("attention_output", f"({_SCHEMA}) -> Tensor", _output, _fake_output)
 _attention_for_gradients: Any = _define(
     "attention_for_gradients", f"({_SCHEMA}) -> Tensor[]", _run_for_gradients, _fake_for_gradients
 )

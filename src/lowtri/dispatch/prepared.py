@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from lowtri.backends import GradientSource, LostSums, Prepared, PreparedForAnyKeys, PreparedForSomeValues
+from lowtri.compat import constant_while_traced
 from lowtri.dispatch.choose import choose, load
 from lowtri.dispatch.signature import array_signature, positions_at, with_positions
 from lowtri.errors import EngineError
@@ -35,6 +36,7 @@ _MOST_KEPT = 2**20  # bytes of a table of visible keys that is kept from one run
 _clock = count()
 
 
+@constant_while_traced
 def is_traced() -> bool:
     """Whether torch.compile or torch.export is tracing this call."""
     torch = sys.modules.get("torch")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -88,28 +87,21 @@ def scaled_dot_product_attention(
     if type(query).__name__ == "NestedTensor" and not is_traced():  # torch's class of jagged tensors
         return _jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     usual = _is_usual(query, key, value, enable_gqa)
-    if usual:
-        q = query
-        k, v = key, value
-        front: tuple[int, ...] = tuple(query.shape[:2])
-    else:
+    q = query
+    k, v = key, value
+    front: tuple[int, ...] = ()
+    if not usual:
         arrays, front = _to_4d(query, key, value, enable_gqa)
         q, k, v = arrays
         if q.shape[-1] == k.shape[-1] == 0:  # every score is an empty sum
             q, k = _of_zeros(q), _of_zeros(k)
             scale = 1.0
-    nq, nk = q.shape[-2], k.shape[-2]
-    if type(attn_mask).__name__ == "CausalBias" and hasattr(attn_mask, "variant"):  # results of operators have none
-        if is_causal:
-            raise _error("attn_mask is a CausalBias, and is_causal=True another one. Fix: one of them, as in torch.")
-        read = _Read("causal", None, _positions_of(attn_mask, nq, nk))
-    else:
-        read = _mask(attn_mask, is_causal, (*front, nq, nk), q.dtype)
-    output = attention(q, k, v, read.mask, scale=scale, bias=read.bias, dropout=dropout_p, q_positions=read.q_positions)
+    mask, bias, q_positions = _read_masks(attn_mask, is_causal, q, k, front)
+    output = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, q_positions=q_positions)
     if usual:
         return output
     batch_shape = front if max(query.ndim, key.ndim, value.ndim) > 2 else ()
-    return output.reshape(*batch_shape, nq, value.shape[-1])
+    return output.reshape(*batch_shape, *output.shape[-2:])
 
 
 def _jagged(
@@ -129,24 +121,21 @@ def _jagged(
 
 
 def _is_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:
-    """Whether attention takes these as they are, as in nearly all calls: dense arrays (B, H, N, E) with nothing to broadcast."""
-    if type(q) is np.ndarray:
-        is_dense: Any = _is_array
-    elif sys.modules.get("torch") is None or is_traced():
-        return False
-    else:
-        from lowtri.ops.tensors import is_dense_cpu as is_dense
-    if not (is_dense(q) and is_dense(k) and is_dense(v) and q.ndim == k.ndim == v.ndim == 4):
-        return False
-    of_q: tuple[int, ...] = q.shape
-    of_k: tuple[int, ...] = k.shape
-    of_v: tuple[int, ...] = v.shape
-    shared = of_q[1] == of_k[1] or (enable_gqa and 0 < of_k[1] <= of_q[1] and of_q[1] % of_k[1] == 0)
-    return shared and of_q[0] == of_k[0] and of_k[:3] == of_v[:3] and of_q[3] == of_k[3] > 0
+    """Whether attention takes these as they are, as in nearly all calls: arrays (B, H, N, E) with nothing to broadcast.
 
-
-def _is_array(x: Any) -> bool:
-    return type(x) is np.ndarray
+    What else must hold of arrays, attention checks.
+    """
+    try:
+        of_q = q.shape
+        of_k, of_v = k.shape, v.shape
+        if not len(of_q) == len(of_k) == len(of_v) == 4:
+            return False
+    except (AttributeError, RuntimeError, TypeError):  # no arrays, or nested tensors
+        return False
+    if of_q[0] != of_k[0] or of_q[3] != of_k[3] or of_q[3] == 0 or (of_k != of_v and of_k[:3] != of_v[:3]):
+        return False
+    heads, kv_heads = of_q[1], of_k[1]
+    return bool(heads == kv_heads or (enable_gqa and 0 < kv_heads <= heads and heads % kv_heads == 0))
 
 
 def _to_4d(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[tuple[Any, ...], tuple[int, ...]]:
@@ -194,25 +183,22 @@ def _positions_of(bias: Any, nq: int, nk: int) -> NDArray[np.int64]:
     return np.arange(nq) + (0 if bias.variant.name == "UPPER_LEFT" else nk - nq)
 
 
-class _Read(NamedTuple):
-    """torch's mask as arguments of :func:`lowtri.attention`."""
-
-    mask: Mask | str
-    bias: Any  # (B|1, H|1, L|1, S|1)
-    q_positions: NDArray[np.int64] | None  # where the queries are not the last ones
-
-
-def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...], dtype: Any) -> _Read:
-    """The mask and the bias in torch's ``attn_mask`` and ``is_causal``.
+def _read_masks(
+    attn_mask: Any, is_causal: bool, q: Any, k: Any, front: tuple[int, ...]
+) -> tuple[Mask | str, Any, NDArray[np.int64] | None]:
+    """The mask, the bias (B|1, H|1, L|1, S|1) and the positions of the queries in torch's ``attn_mask`` and ``is_causal``.
 
     Args:
-        shape: (..., H, L, S).  dtype: of the queries.
+        q, k: in four dimensions.  front: the leading dimensions of the output, () where they are those of q.
     """
-    nq, nk = shape[-2:]
-    indices = np.arange(nq) if is_causal and nq != nk else None  # torch's is_causal compares indices
     if attn_mask is None:
-        return _Read("causal" if is_causal else "full", None, indices)  # Python keeps the hash of a text
-    triangle = causal() if is_causal else full()
+        positions = _from_the_top(q, k) if is_causal else None
+        return "causal" if is_causal else "full", None, positions  # Python keeps the hash of a text
+    nq, nk = q.shape[-2], k.shape[-2]
+    if type(attn_mask).__name__ == "CausalBias" and hasattr(attn_mask, "variant"):  # results of operators have none
+        if is_causal:
+            raise _error("attn_mask is a CausalBias, and is_causal=True another one. Fix: one of them, as in torch.")
+        return "causal", None, _positions_of(attn_mask, nq, nk)
     if not is_traced():
         attn_mask = plain_array("attn_mask", attn_mask, _NAME)
     if isinstance(attn_mask, type) or not hasattr(attn_mask, "dtype"):
@@ -220,6 +206,7 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...], dtype: Any) -
     kind, given_shape = str(attn_mask.dtype).removeprefix("torch."), tuple(attn_mask.shape)
     if kind != "bool" and "float" not in kind:
         raise _error(f"attn_mask is {kind}, but it takes bools (True = attend) or numbers to add. Fix: attn_mask != 0.")
+    shape = (*(front or q.shape[:2]), nq, nk)
     padded = (1,) * (len(shape) - len(given_shape)) + given_shape
     if not given_shape or len(padded) > len(shape) or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
         raise _error(f"attn_mask is {given_shape}, which does not broadcast to {shape}.")
@@ -227,25 +214,32 @@ def _mask(attn_mask: Any, is_causal: bool, shape: tuple[int, ...], dtype: Any) -
         padded = (*shape[:-3], *padded[-3:])
         attn_mask = _spread(attn_mask, padded)
     attn_mask = attn_mask.reshape(math.prod(padded[:-3]), *padded[-3:])
+    triangle = causal() if is_causal else full()
+    indices = _from_the_top(q, k) if is_causal else None
+    if 0 in shape:  # there are no pairs
+        return triangle, None if kind == "bool" else attn_mask, indices
     if kind != "bool":
-        mask, bias = (triangle, attn_mask) if 0 in shape else _numbers(attn_mask, is_causal, nq, nk, dtype)
-        return _Read(mask, bias, indices)
-    if 0 in shape:
-        return _Read(full(), None, None)  # there are no pairs
+        return *_numbers(attn_mask, is_causal, nq, nk, q.dtype), indices
     rows, heads, of_queries = attn_mask.shape[:3]
     if heads == of_queries == 1:  # of keys, whatever the query
         of_keys = None if is_traced() else read_bools(attn_mask, nq, nk)
         if of_keys is None:
             valid = _spread(attn_mask, (rows, 1, 1, nk))[:, 0, 0]
             of_keys = keys(valid[0] if rows == 1 else valid)
-        return _Read(triangle & of_keys if is_causal else of_keys, None, indices)
+        return triangle & of_keys if is_causal else of_keys, None, indices
     if is_causal:  # the rows of a table are the last queries, so the triangle becomes part of it
         attn_mask = _spread(attn_mask, (rows, heads, nq, nk)) & _triangle(attn_mask, nq, nk)
     of_pairs = None if is_traced() else read_bools(attn_mask, nq, nk)
     if of_pairs is None:
         wide = _spread(attn_mask, (rows, heads, nq, nk))
         of_pairs = table(wide[0, 0] if rows == heads == 1 else wide)
-    return _Read(of_pairs, None, None)
+    return of_pairs, None, None
+
+
+def _from_the_top(q: Any, k: Any) -> NDArray[np.int64] | None:
+    """The positions of the queries where torch's is_causal compares indices; None for the default, as many queries as keys."""
+    nq, nk = q.shape[-2], k.shape[-2]
+    return None if nq == nk else np.arange(nq)
 
 
 def _numbers(attn_mask: Any, is_causal: bool, nq: int, nk: int, dtype: Any) -> tuple[Mask, Any]:

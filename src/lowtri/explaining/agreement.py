@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lowtri.backends.reference import Steps
 from lowtri.dispatch.attend import attention
-from lowtri.explaining.calling import own_outputs
+from lowtri.explaining.calling import OwnOutput, own_outputs
 from lowtri.explaining.capture import Captured
 from lowtri.masks import table
 from lowtri.pictures.labels import spelled_out
@@ -39,7 +39,7 @@ def compare(captured: Captured, result: Steps, visible: NDArray[np.bool_], head:
     candidates, why_not = _candidates(captured, expected.shape, visible, head)
     sees: Any = result.visible[0].any(axis=-1)  # (H, Nq)
     limit = _rounding(captured, result, head)
-    differences = [_difference(one.output, expected, sees) for one in candidates]
+    differences = [_difference(one.table, expected, sees) for one in candidates]
     agreeing = [i for i, difference in enumerate(differences) if difference <= limit]
     comparable = [i for i, one in enumerate(candidates) if one.is_meant]
     if not agreeing and not comparable and why_not:
@@ -49,11 +49,10 @@ def compare(captured: Captured, result: Steps, visible: NDArray[np.bool_], head:
         return Agreement(warning=f"{name}'s own output is not compared: none of its outputs is {shape} for each head.")
     if not agreeing:
         nearest = min(comparable, key=lambda i: differences[i])
-        words = (
-            f"{name}'s own output differs from these steps by up to {differences[nearest]:.2g}{candidates[nearest].how}"
-        )
+        how = f" ({candidates[nearest].how})" if candidates[nearest].how else ""
+        words = f"{name}'s own output differs from these steps by up to {differences[nearest]:.2g}{how}"
         because = "the steps are what its weights give in the formulas shown, not what it computes"
-        return Agreement(warning=f"{words}: {because}.", own=candidates[nearest].output)
+        return Agreement(warning=f"{words}: {because}.", own=candidates[nearest].table)
     own, _, _ = candidates[agreeing[0]]
     note = f"Computed anew in float64; {name}'s own output differs by {differences[agreeing[0]]:.0e}."
     blind = np.flatnonzero(~sees.all(axis=0))
@@ -66,31 +65,18 @@ def compare(captured: Captured, result: Steps, visible: NDArray[np.bool_], head:
     return Agreement(warning=f"{name}'s own output differs from these steps: {away}.", own=own)
 
 
-class _Candidate(NamedTuple):
-    """What may be the module's own output."""
-
-    output: Floats  # (H, Nq, Dv)
-    how: str
-    is_meant: bool
-
-
 def _candidates(
     captured: Captured, shape: tuple[int, ...], visible: NDArray[np.bool_], head: int | None
-) -> tuple[list[_Candidate], str]:
-    """The candidates, and why a call of the module failed, where it did."""
+) -> tuple[list[OwnOutput], str]:
+    """What may be the module's own output, (H, Nq, Dv) each, and why a call of the module failed, where it did."""
     shown = slice(None) if head is None else slice(head, head + 1)
     if captured.output is not None:
-        return [_Candidate(captured.output[shown], "", True)], ""
+        return [OwnOutput(captured.output[shown], "")], ""
     pairs = visible[0] if (visible == visible[0]).all() else visible
     heads = len(captured.arrays["v"])
     outputs, why_not = own_outputs(captured.module, captured.inputs, pairs)
-    candidates = []
-    for output in outputs:
-        for rows in output.tables:
-            if rows.shape == (shape[1], heads * shape[2]):
-                own = np.stack(np.split(rows, heads, axis=1))[shown]
-                candidates.append(_Candidate(own, f" ({output.how})", output.is_meant))
-    return candidates, why_not
+    fitting = [one for one in outputs if one.table.shape == (shape[1], heads * shape[2])]
+    return [one._replace(table=np.stack(np.split(one.table, heads, axis=1))[shown]) for one in fitting], why_not
 
 
 def _difference(own: Floats, expected: Floats, rows: NDArray[np.bool_]) -> float:

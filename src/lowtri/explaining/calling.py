@@ -43,9 +43,9 @@ def is_torch_s(module: Any) -> bool:
 
 
 class OwnOutput(NamedTuple):
-    """What a module returned for the inputs that are explained."""
+    """What may be a module's own output."""
 
-    tables: list[Floats]  # (N, width) each: the output, then what other linear layers of the module read
+    table: Floats  # (N, H Dv), what it returned or another linear layer of it read; or (H, N, Dv)
     how: str  # how the mask was passed
     is_meant: bool = True  # else it counts only where it agrees with the steps
 
@@ -61,7 +61,8 @@ def own_outputs(module: Any, x: Any, visible: NDArray[np.bool_]) -> tuple[list[O
         visible: (N, N) or (H, N, N), True = may see.
 
     Returns:
-        the outputs, the likeliest convention first; and why a call failed, where it did.
+        for each way the output, then what other linear layers of the module read; the likeliest convention first. And why a call
+        failed, where it did.
     """
     required, mask_name = _arguments(module)
     run = _Runner(module, x, required)
@@ -69,10 +70,10 @@ def own_outputs(module: Any, x: Any, visible: NDArray[np.bool_]) -> tuple[list[O
     if mask_name is None:
         if isinstance(left_out, str):
             return [], left_out
-        return [OwnOutput(left_out, "its forward takes no mask")], ""
+        return [OwnOutput(each, "its forward takes no mask") for each in left_out], ""
     ways, why_not = _masked_ways(run, mask_name, visible)
     if isinstance(left_out, list):
-        ways.append(OwnOutput(left_out, "called without a mask", is_meant=False))
+        ways += [OwnOutput(each, "called without a mask", is_meant=False) for each in left_out]
     return ways, why_not
 
 
@@ -101,9 +102,10 @@ def _masked_ways(run: _Runner, name: str, visible: NDArray[np.bool_]) -> tuple[l
             proven = [how]
     results = {how: run({name: conventions[how](shown)}) for how in sorted(possible, key=proven.count, reverse=True)}
     ways = [
-        OwnOutput(output, f"called with {how}", is_meant=how in proven or not proven)
+        OwnOutput(each, f"called with {how}", is_meant=how in proven or not proven)
         for how, output in results.items()
         if isinstance(output, list)
+        for each in output
     ]
     failures = [*results.values(), neutral["a table, True = hidden"]]
     return ways, next((output for output in failures if isinstance(output, str)), "")

@@ -176,80 +176,72 @@ def _lazy_mask_of(mask: Mask, nq: int, nk: int) -> LazyMask:
     return LazyMask(mask, max(nk - nq, 0), nq, 0, nk)
 
 
-def read_dense_mask(
-    mask: Tensor,
-    nq: int,
-    nk: int,
-    dtype: torch.dtype,
-    true_hides: bool = False,
-    name: tuple[str, str] = ("transformers", "attention_mask"),
-    lowest_hides: bool = True,
-) -> MaskAndBias:
-    """Read a table for ``nq`` queries and ``nk`` keys, outside of torch.compile.
+_GIVEN = ("transformers", "attention_mask")  # the library and the argument, for errors
+
+
+def read_dense_mask(mask: Tensor, nq: int, nk: int, dtype: torch.dtype, name: tuple[str, str] = _GIVEN) -> MaskAndBias:
+    """Read a table for ``nq`` queries and ``nk`` keys, outside of torch.compile; the arguments are those of :func:`read_table`.
 
     >>> import torch
     >>> least = torch.finfo(torch.float32).min
     >>> read_dense_mask(torch.tensor([[[[0.0, least], [0.0, 0.0]]]]), 2, 2, torch.float32)
     MaskAndBias(lazy=LazyMask(mask=causal, q0=0, nq=2, k0=0, nk=2), bias=None)
+    """
+    found, bias, _ = read_table(mask, nq, nk, dtype, name)
+    return MaskAndBias(_lazy_mask_of(found, nq, nk), bias)
+
+
+def read_table(
+    mask: Tensor, nq: int, nk: int, dtype: torch.dtype, name: tuple[str, str] = _GIVEN
+) -> tuple[Mask, Tensor | None, dict[str, Any]]:
+    """The mask, the bias and the positions of a table, as :func:`read_pairs`.
 
     Args:
-        mask: (B|1, H|1, Nq|1, Nk|1), or fewer dimensions in front; bools, True = may see, or numbers added to the scores.
-        nq, nk: how many queries and keys the call has.
-        dtype: of the queries.
-        true_hides: whether True = hidden, as in ``nn.MultiheadAttention``.
-        name: of the library and the argument, for errors.
-        lowest_hides: whether the lowest number of a dtype hides, and not -inf alone; False for one of two masks, which decide
-            together whether a query sees any key.
+        mask: as there, or with fewer dimensions in front.
 
     Raises:
         CallError: if the sizes do not fit, or the mask holds integers, which could be read as booleans or as a bias.
     """
-    mask = plain_array(name[1], mask, name[0])
-    shape = _to_4d(mask, nq, nk, name)
-    given = mask.reshape(shape)
-    found: Mask | None
-    if mask.dtype == torch.bool:
-        found, bias = read_bools(given, nq, nk, true_hides), None
-        if found is None:
-            raise CallError(
-                f"{name[0]}: {name[1]} is a tensor without numbers (fake, meta, or inside a transform). Fix: a tensor made outside."
-            )
-    else:
-        read = read_numbers(given, nq, nk, greatest_hidden(mask.dtype, dtype, lowest_hides), always=True)
-        found, bias = (full(), given) if read is None else (read.mask, read.bias(given))
-    return MaskAndBias(_lazy_mask_of(found, nq, nk), bias)
+    if not torch.compiler.is_compiling():
+        mask = plain_array(name[1], mask, name[0])
+    return read_pairs(mask.reshape(_to_4d(mask, nq, nk, name)), nq, nk, dtype, name)
 
 
-def greatest_hidden(of_mask: torch.dtype, of_queries: torch.dtype, lowest_hides: bool) -> float:
-    """Up to which number a table hides."""
-    return lowest_number(of_mask, of_queries) if lowest_hides else -math.inf
-
-
-def read_table(
-    mask: Tensor,
+def read_pairs(
+    pairs: Tensor,
     nq: int,
     nk: int,
     dtype: torch.dtype,
+    name: tuple[str, str],
     true_hides: bool = False,
-    name: tuple[str, str] = ("transformers", "attention_mask"),
     lowest_hides: bool = True,
 ) -> tuple[Mask, Tensor | None, dict[str, Any]]:
-    """The mask, the bias and the positions of a table, as :func:`read_dense_mask`; also inside torch.compile and torch.export."""
-    if not torch.compiler.is_compiling():
-        lazy, bias = read_dense_mask(mask, nq, nk, dtype, true_hides, name, lowest_hides)
-        return lazy.mask, bias, lazy.positions
-    mask = mask.reshape(_to_4d(mask, nq, nk, name))
-    visible = _visible(
-        mask, greatest_hidden(mask.dtype, dtype, lowest_hides) if mask.is_floating_point() else 0, true_hides
-    )
-    bias = None if mask.dtype == torch.bool else mask
-    if mask.shape[1] == mask.shape[2] == 1 and nq != 1:
-        return keys(visible[:, 0, 0].expand(-1, nk)), bias, {}
-    visible = visible.expand(*visible.shape[:2], nq, nk)
-    if visible.shape[1] == 1:
-        visible = visible[0, 0] if visible.shape[0] == 1 else visible[:, 0]
-    positions = top_left_positions(nq, nk, mask.device) if nq > nk else {}
-    return table(visible), bias, positions
+    """The mask, the bias and the positions of a table; also inside torch.compile and torch.export.
+
+    Args:
+        pairs: (B|1, H|1, Nq|1, Nk|1); bools, True = may see, or numbers added to the scores.
+        nq, nk: how many queries and keys the call has.
+        dtype: of the queries.
+        name: of the library and the argument, for errors.
+        true_hides: whether True = hidden, as in ``nn.MultiheadAttention``.
+        lowest_hides: whether the lowest number of a dtype hides, and not -inf alone; False for one of two masks, which decide
+            together whether a query sees any key.
+    """
+    bools = pairs.dtype == torch.bool
+    greatest_hidden = lowest_number(pairs.dtype, dtype) if lowest_hides and not bools else -math.inf
+    positions = top_left_positions(nq, nk, pairs.device) if nq > nk else {}
+    if torch.compiler.is_compiling():
+        visible = _visible(pairs, greatest_hidden, true_hides)
+        return _traced_mask(visible, nq, nk), None if bools else pairs, positions
+    if not bools:
+        read = read_numbers(pairs, nq, nk, greatest_hidden, always=True)
+        return (full(), pairs, positions) if read is None else (read.mask, read.bias(pairs), positions)
+    found = read_bools(pairs, nq, nk, true_hides)
+    if found is None:
+        raise CallError(
+            f"{name[0]}: {name[1]} is a tensor without numbers (fake, meta, or inside a transform). Fix: a tensor made outside."
+        )
+    return found, None, positions
 
 
 def _to_4d(mask: Tensor, nq: int, nk: int, name: tuple[str, str]) -> tuple[int, ...]:
@@ -267,6 +259,16 @@ def _to_4d(mask: Tensor, nq: int, nk: int, name: tuple[str, str]) -> tuple[int, 
             "two things.\nFix: bools, True = may see, or floats that are added to the scores."
         )
     return shape
+
+
+def _traced_mask(visible: Tensor, nq: int, nk: int) -> Mask:
+    """The mask of a table (B|1, H|1, Nq|1, Nk|1) while a program is traced."""
+    if visible.shape[1] == visible.shape[2] == 1 and nq != 1:
+        return keys(visible[:, 0, 0].expand(-1, nk))
+    visible = visible.expand(*visible.shape[:2], nq, nk)
+    if visible.shape[1] == 1:
+        visible = visible[0, 0] if visible.shape[0] == 1 else visible[:, 0]
+    return table(visible)
 
 
 def _visible(mask: Tensor, most_hidden: float, true_hides: bool) -> Tensor:

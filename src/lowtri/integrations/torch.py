@@ -20,7 +20,6 @@ from lowtri.extras import require
 
 require("lowtri.integrations.torch", "torch")
 
-import operator
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from lowtri.backends import BACKENDS
 from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError, EngineError
-from lowtri.integrations.dense_mask import join, read_table, top_left_positions
+from lowtri.integrations.dense_mask import join, read_pairs, top_left_positions
 from lowtri.integrations.replaced_class import SwappedForward, replace_forward, restore_forward
 from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
@@ -85,9 +84,11 @@ def switch(module: M, *, back: bool = False, engine: str = "auto") -> M:
         _switch_back(parts, switched)
         return module
     attentions: list[Any] = [x for x in parts if isinstance(x, nn.MultiheadAttention) and x not in switched]
-    closed = {reason for part in attentions if (reason := _why_not(part))}
+    closed = {type(x).__name__ for x in attentions if type(x).forward is not nn.MultiheadAttention.forward}
     if closed or not (attentions or switched):
-        reason = "; ".join(sorted(closed)) or f"{type(module).__name__} contains no nn.MultiheadAttention"
+        reason = f"{type(module).__name__} contains no nn.MultiheadAttention"
+        if closed:
+            reason = f"{', '.join(sorted(closed))} has a forward of its own, which may compute something else"
         raise EngineError(
             f"switch: {reason}.\nFix: leave this model to torch. For a model of transformers: lowtri.integrations.transformers.switch."
         )
@@ -123,18 +124,11 @@ def _unchanged(module: nn.Module, arguments: Any) -> None:
     """A hook that changes nothing."""
 
 
-def _why_not(part: nn.Module) -> str | None:
-    """Why a module cannot be switched, or None."""
-    if type(part).forward is not nn.MultiheadAttention.forward:
-        return f"{type(part).__name__} has a forward of its own, which may compute something else"
-    return None
-
-
 class _Multihead(SwappedForward):
     lowtri_engine: str
 
     def forward(
-        self,
+        self: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -144,39 +138,61 @@ class _Multihead(SwappedForward):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of ``nn.MultiheadAttention``, on lowtri's engines."""
-        flags = {"is_causal": is_causal, "need_weights": need_weights, "average_attn_weights": average_attn_weights}
-        for name, flag in flags.items():
-            if type(flag) is not bool and not torch.compiler.is_compiling():
-                flags[name] = check_flag(_NAME, name, flag, MultiheadError)
-        is_causal, need_weights = flags["is_causal"], flags["need_weights"]
-        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-        output, weights = _multi_head_attention(
-            self, query, key, value, masks, is_causal=is_causal, return_weights=need_weights, engine=self.lowtri_engine
-        )
-        if weights is not None and flags["average_attn_weights"]:
-            weights = weights.mean(-3)
-        return output, weights
+        """As of ``nn.MultiheadAttention``, on lowtri's engines. The weights are (B, L, S), of each head (B, H, L, S).
+
+        They are those that the output was computed with, so under dropout some are 0, as in torch.
+        """
+        if not torch.compiler.is_compiling():
+            is_causal = check_flag(_NAME, "is_causal", is_causal, MultiheadError)
+            need_weights = check_flag(_NAME, "need_weights", need_weights, MultiheadError)
+            average_attn_weights = check_flag(_NAME, "average_attn_weights", average_attn_weights, MultiheadError)
+        _check_inputs(self, query, key, value)
+        if is_causal and attn_mask is None:
+            raise MultiheadError(
+                f"{_NAME}: is_causal=True without attn_mask, which torch requires with it. Fix: attn_mask=."
+            )
+        batched = query.ndim == 3
+        same, shared = key is value, query is key
+        if not batched or not self.batch_first:  # to (B, N, E)
+            query, key, value = (x.transpose(0, 1) if batched else x[None] for x in (query, key, value))
+        q, k, v = _project(self, query, key, value, same and shared, same)
+        rows, nq = q.shape[:2]
+        nk, heads = k.shape[1], self.num_heads
+        pairs = _checked("attn_mask", attn_mask, ((nq, nk), (rows * heads, nq, nk)), q.dtype)
+        if pairs is not None:
+            pairs = pairs[None, None] if pairs.ndim == 2 else pairs.unflatten(0, (rows, heads))
+        padding = _checked("key_padding_mask", key_padding_mask, ((rows, nk) if batched else (nk,),), q.dtype)
+        if padding is not None:
+            padding = padding[:, None, None] if batched else padding[None, None, None]
+        if self.bias_k is not None:
+            k, v = (torch.cat([x, b.expand(rows, 1, -1)], 1) for x, b in ((k, self.bias_k), (v, self.bias_v)))
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        if added := k.shape[1] - nk:
+            # Neither True nor a number: every query sees them. The promise of is_causal does not hold for them.
+            pairs, padding = (None if x is None else F.pad(x, (0, added)) for x in (pairs, padding))
+            is_causal = False
+        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
+        mask, bias, positions = _read_masks(pairs, padding, q, k, is_causal)
+        dropout = self.dropout if self.training else 0.0
+        options: dict[str, Any] = {"bias": bias, "engine": self.lowtri_engine, **positions}
+        weights = None
+        if not need_weights:
+            output = attention(q, k, v, mask, dropout=dropout, **options)
+        else:
+            output, weights = attention(q, k, v, mask, return_weights=True, **options)
+            if dropout:  # torch returns the weights after dropout
+                weights = F.dropout(weights, dropout)
+                output = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        output = F.linear(output.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)  # (B, L, E)
+        if not batched:
+            return output[0], None if weights is None else weights[0]
+        return output if self.batch_first else output.transpose(0, 1), weights
 
 
-# The attention of a module: its projections, its masks, its options.
-
-
-def _multi_head_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    masks: dict[str, Tensor | None],
-    *,
-    is_causal: bool,
-    return_weights: bool,
-    engine: str,
-) -> tuple[Tensor, Tensor | None]:
-    """The output and the weights of each head, (B, H, L, S), or (H, L, S) without a batch; None unless requested.
-
-    The weights are those that the output was computed with, so under dropout some are 0, as in torch.
-    """
+def _check_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise unless the inputs of a module fit together."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise MultiheadError(f"{_NAME}: {name} is {type(x).__name__}. Fix: a torch tensor.")
@@ -185,52 +201,16 @@ def _multi_head_attention(
                 f"{_NAME}: {name} is a nested tensor, and lowtri takes padded ones.\n"
                 f"Fix: {name}.to_padded_tensor(0.0), and key_padding_mask= with True at the padding."
             )
-    if is_causal and masks["attn_mask"] is None:
-        raise MultiheadError(
-            f"{_NAME}: is_causal=True without attn_mask, which torch requires with it. Fix: attn_mask=."
-        )
-    batched = query.ndim == 3
     if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim:
         raise MultiheadError(f"{_NAME}: {_shapes(query, key, value)}; all have 3 dimensions, or 2 without a batch.")
-    sizes = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
-    for (name, size), x in zip(sizes.items(), (query, key, value), strict=True):
+    for name, x, size in (("query", query, module.embed_dim), ("key", key, module.kdim), ("value", value, module.vdim)):
         if x.shape[-1] != size:
             raise MultiheadError(
                 f"{_NAME}: {name} is {tuple(x.shape)}. Fix: a last dimension of {size}, the module's size."
             )
     rows = 0 if module.batch_first else 1  # the batch's dimension
-    if key.shape[:-1] != value.shape[:-1] or (batched and query.shape[rows] != key.shape[rows]):
+    if key.shape[:-1] != value.shape[:-1] or (query.ndim == 3 and query.shape[rows] != key.shape[rows]):
         raise MultiheadError(f"{_NAME}: {_shapes(query, key, value)}. Fix: as many rows, and a value for each key.")
-    same, shared = key is value, query is key
-    if not batched or not module.batch_first:  # to (B, N, E)
-        query, key, value = (x.transpose(0, 1) if batched else x[None] for x in (query, key, value))
-    q, k, v = _project(module, query, key, value, same and shared, same)
-    attn_mask, padding = _checked(masks, (q.shape[0], module.num_heads, q.shape[1], k.shape[1]), batched, q.dtype)
-    added = 0
-    if module.bias_k is not None:
-        k, v = (torch.cat([x, b.expand(len(x), 1, -1)], 1) for x, b in ((k, module.bias_k), (v, module.bias_v)))
-        added += 1
-    if module.add_zero_attn:
-        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        added += 1
-    if added:  # neither True nor a number: every query sees them. The promise of is_causal does not hold for them.
-        attn_mask, padding = (None if x is None else F.pad(x, (0, added)) for x in (attn_mask, padding))
-    q, k, v = (x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
-    mask, bias, positions = _read_masks(attn_mask, padding, q, k, is_causal and not added)
-    dropout = module.dropout if module.training else 0.0
-    options: dict[str, Any] = {"bias": bias, "engine": engine, **positions}
-    if not return_weights:
-        output, weights = attention(q, k, v, mask, dropout=dropout, **options), None
-    else:
-        output, weights = attention(q, k, v, mask, return_weights=True, **options)
-        if dropout:  # torch returns the weights after dropout
-            weights = F.dropout(weights, dropout)
-            output = weights @ v
-    output = output.transpose(1, 2).flatten(2)  # (B, L, E)
-    output = F.linear(output, module.out_proj.weight, module.out_proj.bias)
-    if not batched:
-        return output[0], None if weights is None else weights[0]
-    return output if module.batch_first else output.transpose(0, 1), weights
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
@@ -251,58 +231,42 @@ def _project(module: Any, query: Tensor, key: Tensor, value: Tensor, all_same: b
     return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
 
-def _checked(
-    masks: dict[str, Tensor | None], sizes: tuple[int, int, int, int], batched: bool, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """attn_mask, (L, S) or (B, H, L, S), and key_padding_mask, (B, S)."""
-    rows, heads = sizes[:2]
-    nq, nk = sizes[2:]
-    expected = {
-        "attn_mask": ((nq, nk), (rows * heads, nq, nk)),
-        "key_padding_mask": ((rows, nk),) if batched else ((nk,),),
-    }
-    checked: dict[str, Tensor | None] = {}
-    for name, shapes in expected.items():
-        x = masks[name]
-        if x is not None:
-            if not isinstance(x, Tensor):
-                raise MultiheadError(
-                    f"{_NAME}: {name} is {type(x).__name__}. Fix: a torch tensor, True = hidden; the lowtri mask goes to "
-                    "lowtri.nn.MultiHeadAttention."
-                )
-            if not torch.compiler.is_compiling():
-                x = plain_array(name, x, _NAME)
-            if x.dtype != torch.bool and not x.is_floating_point():
-                raise MultiheadError(
-                    f"{_NAME}: {name} is {x.dtype}. Fix: bools, True = hidden, or floats to add to the scores."
-                )
-            if not any(len(shape) == x.ndim and all(map(operator.eq, shape, x.shape)) for shape in shapes):
-                wanted = " or ".join(map(str, shapes))
-                raise MultiheadError(f"{_NAME}: {name} is {tuple(x.shape)}; expected {wanted}.")
-            x = x if x.dtype == torch.bool else x.to(dtype)
-        checked[name] = x
-    attn_mask, padding = checked["attn_mask"], checked["key_padding_mask"]
-    if attn_mask is not None and attn_mask.ndim == 3:
-        attn_mask = attn_mask.unflatten(0, (rows, heads))
-    return attn_mask, padding if padding is None or batched else padding[None]
+def _checked(name: str, mask: Tensor | None, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> Tensor | None:
+    """A mask of one of these shapes: bools, or numbers in the dtype of the queries."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise MultiheadError(
+            f"{_NAME}: {name} is {type(mask).__name__}. Fix: a torch tensor, True = hidden; the lowtri mask goes to "
+            "lowtri.nn.MultiHeadAttention."
+        )
+    if not torch.compiler.is_compiling():
+        mask = plain_array(name, mask, _NAME)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise MultiheadError(
+            f"{_NAME}: {name} is {mask.dtype}. Fix: bools, True = hidden, or floats to add to the scores."
+        )
+    if not any(mask.shape == shape for shape in shapes):  # torch.compile does not follow `in`
+        wanted = " or ".join(map(str, shapes))
+        raise MultiheadError(f"{_NAME}: {name} is {tuple(mask.shape)}; expected {wanted}.")
+    return mask if mask.dtype == torch.bool else mask.to(dtype)
 
 
 def _read_masks(
-    attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor, is_causal: bool
+    pairs: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor, is_causal: bool
 ) -> tuple[Mask, Tensor | None, dict[str, Any]]:
-    """The mask, the bias (B|1, H|1, L|1, S) and the positions."""
+    """The mask, the bias (B|1, H|1, L|1, S) and the positions in attn_mask, (B|1, H|1, L, S), and in the padding, (B, 1, 1, S)."""
     mask: Mask = full()
     bias: Tensor | None = None
     positions: dict[str, Any] = {}
     nq, nk = q.shape[2], k.shape[2]
     if is_causal:
         mask, positions = causal(), top_left_positions(nq, nk)
-    elif attn_mask is not None:
-        name = _NAME, "attn_mask"
-        mask, bias, positions = read_table(attn_mask, nq, nk, q.dtype, True, name, lowest_hides=padding is None)
+    elif pairs is not None:
+        mask, bias, positions = read_pairs(pairs, nq, nk, q.dtype, (_NAME, "attn_mask"), True, padding is None)
     if padding is not None:
-        name, alone = (_NAME, "key_padding_mask"), attn_mask is None and not is_causal
-        valid, added, _ = read_table(padding[:, None, None], nq, nk, q.dtype, True, name, lowest_hides=alone)
+        alone = pairs is None and not is_causal
+        valid, added, _ = read_pairs(padding, nq, nk, q.dtype, (_NAME, "key_padding_mask"), True, alone)
         mask = join(mask, valid)
         # Two of the lowest numbers are less than one of them, and hide beside it.
         numbers = [with_half_of_the_lowest(x) for x in (bias, added) if x is not None]

@@ -162,7 +162,8 @@ class Call:
         """Whether it takes three tensors whose memory can be read, as they are, and returns the output alone."""
         others = self.bias, self.sinks, self.why_unreadable
         returns_more = self.return_weights or self.return_lse or self.return_received
-        return self.rank == 4 and not (self.is_numpy or returns_more) and others == (None, None, None)
+        as_given = self.rank == 4 or (self.rank < 4 and not self.needs_grad)  # gradients have four dimensions
+        return as_given and not (self.is_numpy or returns_more) and others == (None, None, None)
 
     @cached_property
     def shows_all(self) -> bool:
@@ -230,6 +231,10 @@ class Call:
             return rows[:, :, index[0]]
         parts = [rows[b % len(rows)][:, index[b]] for b in range(len(index))]
         return np.stack(parts) if isinstance(bias, np.ndarray) else torch.stack(parts)
+
+    def of_user_rank(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes or strides of an array (B, H, N, D) in the rank of the user's q, of at most four dimensions."""
+        return sizes[4 - self.rank :]
 
     def to_user_rank(self, x: Any) -> Any:
         """A result (B, Hq, ...) in the rank of the user's q."""

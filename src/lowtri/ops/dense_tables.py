@@ -18,6 +18,7 @@ Every call reads its table. What a table is as a mask is kept for the newest one
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,21 +197,19 @@ def _hidden_bits(numbers: Any, greatest_hidden: float, always: bool) -> tuple[Bi
     queries, keys = numbers.shape[2:]
     bits = np.empty((rows, heads, queries, -(-keys // 8)), np.uint8)
     step = max(1, _NUMBERS_AT_ONCE // max(1, keys))
-    hidden, zero = np.empty((2, min(step, queries), keys), bool)
-    hides = is_bias = False
+    hidden, not_zero = np.empty((2, min(step, queries), keys), bool)
+    is_bias = False
     for head in range(heads):
         for row in range(rows):
             for first in range(0, queries, step):
                 part = _as_floats(numbers[row, head, first : first + step])
                 n = len(part)
                 np.less_equal(part, greatest_hidden, out=hidden[:n])  # NaN hides nothing
-                hidden_pairs = int(np.count_nonzero(hidden[:n]))
                 if not is_bias:
-                    np.equal(part, 0, out=zero[:n])
-                    is_bias = hidden_pairs + int(np.count_nonzero(zero[:n])) < part.size
-                hides = hides or hidden_pairs > 0
+                    np.not_equal(part, 0, out=not_zero[:n])
+                    is_bias = not np.array_equal(hidden[:n], not_zero[:n])
                 bits[row, head, first : first + n] = np.packbits(hidden[:n], axis=-1)
-        if is_bias and not (hides or always):
+        if is_bias and not (always or bits[:, : head + 1].any()):
             return None
     return bits, is_bias
 
@@ -268,6 +267,7 @@ def lowest_number(*dtypes: Any) -> float:
     return max(_lowest(dtype) for dtype in dtypes)
 
 
+@cache
 def _lowest(dtype: Any) -> float:
     if isinstance(dtype, np.dtype):
         return float(np.finfo(dtype).min)

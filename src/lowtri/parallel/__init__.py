@@ -4,9 +4,8 @@ Each file imports only from the files above it:
 
 shards       ShardPlan: which rank holds which tokens, and which keys each rank needs; its pictures
 planning     plan_shards: layouts of tokens over ranks, and the choice among them
-attend       what a model sees of a split sequence: the tokens of one shard, and attention over all of them
 collectives  collectives with errors that say what failed, the agreement of the ranks, and the exchange of keys and their gradients
-context      ContextParallel
+context      ContextParallel: what a model sees of a split sequence, its rank's tokens, and attention over all of them
 
 Plans need neither torch nor processes.
 """

@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,14 +24,15 @@ from lowtri.dispatch.attend import attention, merge
 from lowtri.dispatch.backward import attention_backward
 from lowtri.dispatch.prepared import autocast_device, cast_for_autocast, without_autocast
 from lowtri.errors import CallError, LowtriError
-from lowtri.masks import Mask
+from lowtri.masks import Mask, as_mask
 from lowtri.parallel import collectives
-from lowtri.parallel.attend import Bias, ShardedSequence, bias_of_positions
 from lowtri.parallel.collectives import Exchange, agree, guard
 from lowtri.parallel.shards import Ints, ShardPlan
 
+Bias = Callable[[Tensor, Tensor], Tensor]
 
-class ContextParallel(ShardedSequence):
+
+class ContextParallel:
     """A sequence that is spread over processes by a plan, and its exact attention, with gradients.
 
     In every process::
@@ -59,14 +61,15 @@ class ContextParallel(ShardedSequence):
             that come with different arguments may wait for each other until the group's time-out.
         timeout: seconds to wait for all ranks here; later calls wait as long as the group's own time-out.
 
+    Attributes:
+        positions: of this rank's tokens in the sequence, increasing.
+
     Raises:
         RankError: on every rank that is there, if a rank is missing (on rank 0 the message has its number), or if the plans differ.
         CallError: if the group has another number of processes than the plan has ranks.
 
     Source: ring attention, Liu et al. 2023; context parallelism, Dubey et al. 2024 (Llama 3), section 3.3.2.
     """
-
-    _variable = "context"
 
     def __init__(
         self,
@@ -109,7 +112,15 @@ class ContextParallel(ShardedSequence):
         what = [f"n {plan.n}", f"block {plan.block}", f"masks {plan.masks!r}", f"plan {plan.digest}"]
         agree("ContextParallel", None, what, group)
         self._exchanges: dict[int, Exchange] = {}
-        self._positions = plan.positions(self.rank)
+        self.positions = plan.positions(self.rank)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence; every process passes the same ``x``."""
+        if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim or x.shape[dim] != self.plan.n:
+            raise CallError(
+                f"shard: x is {_shape(x)}, but its dimension {dim} must be the {self.plan.n} tokens of the plan."
+            )
+        return x.index_select(dim, torch.from_numpy(self.positions).to(x.device))
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole sequence from the tokens ``x`` of each rank, on every rank, without gradients.
@@ -120,8 +131,7 @@ class ContextParallel(ShardedSequence):
         tokens = len(self.positions)
         error = None
         if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim or x.shape[dim] != tokens:
-            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            error = f"unshard: x is {shape}, but its dimension {dim} must be this rank's {tokens} tokens."
+            error = f"unshard: x is {_shape(x)}, but its dimension {dim} must be this rank's {tokens} tokens."
         elif torch.is_grad_enabled() and x.requires_grad:
             error = "unshard: x requires a gradient, which would be lost. Fix: x.detach()."
         rest = [] if error else [f"x {[*x.shape[: dim % x.ndim], *x.shape[dim % x.ndim + 1 :]]} {x.dtype}"]
@@ -138,6 +148,25 @@ class ContextParallel(ShardedSequence):
             positions = self.plan.positions(rank)
             whole[torch.from_numpy(positions).to(x.device)] = part[: len(positions)]
         return whole.movedim(0, dim)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | str, **options: Any) -> Any:
+        """:meth:`attention` with the arguments of :func:`lowtri.attention`, for modules that take a function in its place.
+
+        Raises:
+            CallError: if the module asks for weights or dropout, or its positions are not those of this rank's tokens.
+        """
+        for which in ("q_positions", "k_positions"):
+            given = options.pop(which, None)
+            if given is None or not np.array_equal(np.ravel(given), self.positions):
+                raise CallError(
+                    f"ContextParallel.attend: {which} are not the positions of this rank's tokens.\n"
+                    "Fix: model(ids, positions=context.positions, attend=context.attend), without a cache."
+                )
+        if options.pop("return_weights", False) or options.pop("dropout", 0):
+            raise CallError(
+                "ContextParallel.attend: no rank holds a whole row of weights. Fix: neither weights nor dropout."
+            )
+        return self.attention(q, k, v, mask, **options)
 
     def attention(
         self,
@@ -204,11 +233,34 @@ class ContextParallel(ShardedSequence):
         biases: list[Tensor | None] = []
         with without_autocast(device or autocast_device(q)):
             if bias is not None and torch.is_grad_enabled():
-                biases = [bias_of_positions(bias, self.positions, keys, q.device) for keys in call.key_positions()]
+                biases = [_bias_of_positions(bias, self.positions, keys, q.device) for keys in call.key_positions()]
                 if not any(part is not None and part.requires_grad for part in biases):
                     biases = []  # computed again when it is needed, since it has a number for each pair
             output, lse = _Attend.apply(call, q, k, v, sinks, *biases)
         return output, lse
+
+    def _mask_index(self, q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any) -> int:
+        """The index of a call's mask in the plan.
+
+        Raises:
+            CallError: if the plan does not have it, or the tensors do not hold this rank's tokens.
+        """
+        function = "ContextParallel.attention"
+        tokens = len(self.positions)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[2] != tokens:
+                raise CallError(
+                    f"{function}: {name} is {_shape(x)}, but this rank holds {tokens} tokens: (B, H, {tokens}, D).\n"
+                    "Fix: context.shard(x)."
+                )
+        if bias is not None and (isinstance(bias, Tensor) or not callable(bias)):
+            raise CallError(
+                f"{function}: bias is {type(bias).__name__}, but no rank holds all pairs; it takes a function of "
+                "positions.\nFix: bias=lambda q, k: table[(q - k).clamp(min=0)], for instance."
+            )
+        if sinks is not None and not isinstance(sinks, Tensor):
+            raise CallError(f"{function}: sinks is {type(sinks).__name__}; it takes a tensor (Hq,).")
+        return self.plan.index(None if mask is None else as_mask(mask, f"{function}: mask"))
 
     def agree(self, what: str, error: str | None, facts: Sequence[str] = ()) -> None:
         """Raise a CallError on every rank if a rank has an error, or they differ in ``facts``; without ``check`` on that rank only."""
@@ -264,12 +316,20 @@ class _Call(NamedTuple):
                 keys, values = _keys_and_values(fetched(), k.shape[3])
             else:
                 keys, values = (k, v)
-            bias = biases[number] if biases else bias_of_positions(self.bias, self.positions, positions, k.device)
+            bias = biases[number] if biases else _bias_of_positions(self.bias, self.positions, positions, k.device)
             options = {"q_positions": self.positions, "k_positions": positions, "bias": bias, **self.options}
             options["sinks"] = sinks if number == 0 else None  # they take part in the softmax once
             if not (q.numel() and keys.numel()):  # a backend given by name is for ranks with queries and keys
                 options["engine"] = "auto"
             yield keys, values, options
+
+
+def _bias_of_positions(bias: Bias | None, q_positions: Ints, k_positions: Ints, device: torch.device) -> Tensor | None:
+    """The bias of some queries and keys; -1, the position of no token, counts as 0."""
+    if bias is None:
+        return None
+    q, k = (torch.from_numpy(np.maximum(x, 0)).to(device) for x in (q_positions, k_positions))
+    return bias(q[:, None], k[None, :])
 
 
 class _Saved(NamedTuple):
@@ -348,3 +408,7 @@ def _rows(k: Tensor, v: Tensor) -> Tensor:
 def _keys_and_values(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
     columns = rows.permute(1, 2, 0, 3)  # (B, Hkv, tokens, D + Dv)
     return columns[..., :size], columns[..., size:]
+
+
+def _shape(x: Any) -> Any:
+    return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

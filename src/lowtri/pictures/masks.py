@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from lowtri.errors import LowtriError, MaskError
 from lowtri.masks.array_masks import Table
-from lowtri.masks.arrays import in_numpy
 from lowtri.masks.mask import Mask
 from lowtri.masks.positions import first_position
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import POSITION_MAX, check_count, short_repr
 from lowtri.pictures.files import save_picture
-from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, beside_one_another, levels, picture, shades
+from lowtri.pictures.grids import MAX_CELLS, Grid, Look, Panel, beside_one_another, picture
 from lowtri.pictures.labels import shortened, split
 from lowtri.pictures.pages import card, page
 from lowtri.pictures.svg import HIDDEN, fill
@@ -38,7 +37,6 @@ MAX_PANELS = 16  # batch rows and heads that are drawn; the rest is counted
 _LOOKS = (Look("·", HIDDEN, "hidden"), Look("▒", fill("partly"), "partly"), Look("█", fill("visible"), "may see"))
 _BLOCKS = "·▒█"  # hidden, partly, visible
 _SIGNS = {"ticks": "✗~✓", "numbers": ("-inf", "", "0"), "latex": (r"-\infty", "", "0")}
-_WEIGHTS = shades("visible")
 
 
 def draw(
@@ -162,8 +160,6 @@ def svg(
     tokens: Tokens | None = None,
     query_tokens: Tokens | None = None,
     titles: Sequence[str] | None = None,
-    weights: Any = None,
-    beside_weights: Any = None,
 ) -> str:
     """The picture of a mask as SVG text.
 
@@ -173,22 +169,11 @@ def svg(
 
     Args:
         mask, nq, nk, beside, tokens, query_tokens, titles: as in :func:`draw`.
-        weights: attention weights in 0 .. 1, ``(nq, nk)`` or with ``(B,)`` or ``(B, H)`` in front, arrays or tensors, which shade
-            the visible cells.
-        beside_weights: the same for the second mask.
     """
     masks = _masks(mask, beside)
-    size = _size(masks, nq, nk, tokens, query_tokens, (weights, beside_weights))
-    layout = _layout(masks, size, tokens, query_tokens, titles)
-    panels = layout.panels(_LOOKS, (weights, beside_weights))
-    grids = panels[0].grids
-    is_shaded = [grid.looks is _WEIGHTS for grid in grids]
-    if not any(is_shaded):
-        legend = [_LOOKS[2]]
-    else:
-        full = "weight 1" if all(is_shaded) else "may see or weight 1"
-        legend = [_WEIGHTS[16]._replace(meaning=full)]
-        legend += [_WEIGHTS[i]._replace(meaning=f"weight {i / 16:g}") for i in (8, 0)]
+    layout = _layout(masks, _size(masks, nq, nk, tokens, query_tokens), tokens, query_tokens, titles)
+    panels = layout.panels(_LOOKS)
+    legend = [_LOOKS[2]]
     notes = []
     if layout.left_out:
         notes.append(f"... and {layout.left_out} more")
@@ -196,7 +181,7 @@ def svg(
         legend.append(_LOOKS[1])
         notes.append(layout.scale)
     legend.append(_LOOKS[0])
-    return picture(" beside ".join(grid.title for grid in grids), panels, legend, notes)
+    return picture(" beside ".join(layout.names), panels, legend, notes)
 
 
 def notebook_svg(mask: Mask) -> str | None:
@@ -283,25 +268,19 @@ class _Layout:
         """How many batch rows and heads exceed MAX_PANELS."""
         return max(math.prod(self.batch) - MAX_PANELS, 0)
 
-    def panels(self, looks: Sequence[Look], weights: Sequence[Any] = (None, None)) -> list[Panel]:
-        """A panel for each batch row and head; ``weights`` are those of each mask, or None."""
-        checked = [_weights(each, self.nq, self.nk) for each in weights]
+    def panels(self, looks: Sequence[Look]) -> list[Panel]:
+        """A panel for each batch row and head."""
         panels = []
         for index in islice(np.ndindex(self.batch), MAX_PANELS):
             at_zero = (*index, 0, 0)  # a mask without a batch, or without heads
             b, h = at_zero[:2]
-            grids = [
-                self._grid(mask.for_row(b, h), name, looks, None if of_mask is None else _weights_at(of_mask, b, h))
-                for mask, name, of_mask in zip(self.masks, self.names, checked, strict=False)
-            ]
+            named = zip(self.masks, self.names, strict=True)
+            grids = [self._grid(mask.for_row(b, h), name, looks) for mask, name in named]
             panels.append(Panel(grids, _heading(self.batch, b, h)))
         return panels
 
-    def _grid(self, mask: Mask, name: str, looks: Sequence[Look], weights: NDArray[np.float64] | None) -> Grid:
+    def _grid(self, mask: Mask, name: str, looks: Sequence[Look]) -> Grid:
         cells = cells_of(mask, self.nq, self.nk, self.step)
-        if weights is not None:
-            cells = levels(weights, cells == 0)
-            looks = _WEIGHTS
         size = 28.0 if self.columns else max(6.0, min(24.0, 420 / -(-max(self.nq, self.nk) // self.step)))
         return Grid(cells, looks, size, size, name, self.rows, self.columns)
 
@@ -330,20 +309,14 @@ def _layout(
     return _Layout(masks, names, nq, nk, rows, columns)
 
 
-def _size(
-    masks: list[Mask], nq: Any, nk: Any, tokens: Tokens | None, query_tokens: Tokens | None, weights: Sequence[Any] = ()
-) -> tuple[Any, Any]:
-    """nq and nk; without ``nq``, those of the tokens or the weights, or else of the masks themselves (:func:`picture_size`)."""
+def _size(masks: list[Mask], nq: Any, nk: Any, tokens: Tokens | None, query_tokens: Tokens | None) -> tuple[Any, Any]:
+    """nq and nk; without ``nq``, those of the tokens, or else of the masks themselves (:func:`picture_size`)."""
     if nq is not None:
         return nq, nk
     if tokens is not None:
         keys = len(token_list(tokens))
         queries = keys if query_tokens is None else len(token_list(query_tokens))
         return queries, keys if nk is None else nk
-    shapes = [np.shape(each) for each in weights if each is not None]
-    if shapes and len(shapes[0]) >= 2:
-        nq, nk = shapes[0][-2:]
-        return nq, nk
     return picture_size(*masks) if nk is None else (nk, nk)
 
 
@@ -394,35 +367,6 @@ def _masks(mask: Mask | str, beside: Mask | str | None) -> list[Mask]:
 def _counts(nq: Any, nk: Any) -> tuple[int, int]:
     nq = check_count("draw", "nq", nq)
     return nq, nq if nk is None else check_count("draw", "nk", nk)
-
-
-def _weights(weights: Any, nq: int, nk: int) -> NDArray[np.float64] | None:
-    if weights is None:
-        return None
-    numbers = in_numpy("weights", weights)
-    if isinstance(numbers, str) or numbers.dtype.kind not in "fiub":
-        given = numbers if isinstance(numbers, str) else f"weights are {numbers.dtype}"
-        raise MaskError(f"draw: {given}, but expected real numbers, ({nq}, {nk}). Fix: pass them after the softmax.")
-    array = numbers.astype(np.float64)
-    if array.ndim not in (2, 3, 4) or array.shape[-2:] != (nq, nk):
-        raise MaskError(f"draw: weights have shape {array.shape}, but the picture has ({nq}, {nk}) pairs.")
-    if max(nq, nk) > MAX_CELLS:
-        raise MaskError(f"draw: weights of {nq} x {nk} pairs: a picture has at most {MAX_CELLS} cells each way.")
-    if not np.all((array >= 0) & (array <= 1.0001)):
-        raise MaskError(
-            "draw: weights lie between 0 and 1, but some of these do not. Fix: pass them after the softmax."
-        )
-    return array
-
-
-def _weights_at(weights: NDArray[np.float64], b: int, h: int) -> NDArray[np.float64]:
-    """The weights of one batch row and head; a leading size of 1 is broadcast."""
-    leading = (b, h)
-    for index in leading[: weights.ndim - 2]:
-        if index >= weights.shape[0] > 1:
-            raise MaskError(f"draw: weights have no batch row or head {index}: their shape ends at {weights.shape[0]}.")
-        weights = weights[0 if weights.shape[0] == 1 else index]
-    return weights
 
 
 def _heading(batch: tuple[int, ...], b: int, h: int) -> str:

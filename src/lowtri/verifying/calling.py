@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtri.auditing.model_under_test import parameters
+from lowtri.auditing.adapter import parameters
 from lowtri.errors import CallError, UndecidedError
 from lowtri.extras import is_installed
 from lowtri.verifying.cases import Case

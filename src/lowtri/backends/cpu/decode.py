@@ -40,8 +40,9 @@ class CpuDecode(PreparedForAnyKeys):
         sizes = call.sizes
         self.head_sizes = (sizes.head_dim, sizes.value_dim)
         self.shape = shape = (*call.q.shape[:3], call.v.shape[3])
-        self.output_strides = contiguous_strides(shape)
-        self.new_output = layout.new(shape, self.output_strides, layout.dtype)
+        self.new_output = layout.new(shape, None, layout.dtype)
+        self.plain_shape = call.of_user_rank(shape)
+        self.plain_strides = contiguous_strides(self.plain_shape)
         # Of the log-sum-exp, and of what it loses to rounding.
         self.lse_parts = 2 if call.return_weights or call.return_received else int(bool(call.return_lse))
         self.new_lse = layout.new((self.lse_parts, *shape[:3])) if self.lse_parts else None
@@ -155,7 +156,7 @@ class _AtKeys(Prepared):
         if self.decode.new_lse is not None or not self.decode.layout.is_plain:
             return None
         decode = self.decode
-        return self.launch.on_three_tensors(self.prepared, decode.shape, decode.output_strides, keep=self.visible)
+        return self.launch.on_three_tensors(self.prepared, decode.plain_shape, decode.plain_strides, keep=self.visible)
 
 
 def _run_of_keys(visible: NDArray[np.bool_]) -> tuple[int, int, bool]:

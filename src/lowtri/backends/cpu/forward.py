@@ -118,7 +118,8 @@ class CpuForward(PreparedWithGradients):
     def plain(self) -> Callable[[Any, Any, Any], Any] | None:
         if not self.layout.is_plain or self.call.return_lse or self.weights is not None:
             return None
-        return self.launch.on_three_tensors(self.launch.prepared, *self.output, self.new_lse)
+        shape, steps = map(self.call.of_user_rank, self.output)
+        return self.launch.on_three_tensors(self.launch.prepared, shape, steps, self.new_lse)
 
     def gradients(self, inputs: Inputs, output: Any, state: Any, d_output: Any, d_lse: Any = None) -> Inputs:
         """``state`` is the log-sum-exp, with or without what it loses to rounding: (1 or 2, B, Hq, Nq)."""

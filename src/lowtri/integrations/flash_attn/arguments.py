@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from lowtri.errors import CallError
 from lowtri.masks import POSITION_MAX
 
 NO_WINDOW = (-1, -1)  # the default of window_size
+ROWS, PACKED = "(B, N, H, D)", "(total, H, D)"
+SLOTS = "(B, slots, H, D)"
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -29,34 +31,23 @@ def check_tensor(name: str, argument: str, x: Any, layout: str) -> None:
         raise CallError(f"{name}: {argument} is {got}. Fix: a torch tensor {layout}.")
 
 
-class Inputs(NamedTuple):
-    """The names and the layouts of three tensors: queries, keys and values."""
-
-    names: tuple[str, str, str]
-    layouts: tuple[str, str, str]
-    rank: int
-    one_batch: bool  # whether the first dimension is that of the batch, of all three
-
-
-IN_ROWS = Inputs(("q", "k", "v"), ("(B, N, H, D)",) * 3, 4, one_batch=True)
-PACKED = Inputs(("q", "k", "v"), ("(total, H, D)",) * 3, 3, one_batch=False)
-IN_CACHE = Inputs(
-    ("q", "k_cache", "v_cache"), ("(B, N, H, D)", "(B, slots, H, D)", "(B, slots, H, D)"), 4, one_batch=False
-)
-
-
-def check_inputs(name: str, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, torch.Size]:
+def check_inputs(name: str, layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, torch.Size]:
     """The shapes of q (..., Nq, Hq, D) and k (..., Nk, Hkv, D); raises unless they and v (..., Nk, Hkv, Dv) fit together.
 
     A shape is a new object each time that it is read, which takes longer than to compare it; so callers use these.
+
+    Args:
+        layout: of k and v: ROWS, PACKED, or SLOTS, where they are a cache, of rows of its own.
     """
+    key, value = ("k_cache", "v_cache") if layout is SLOTS else ("k", "v")
+    rank = 3 if layout is PACKED else 4
     tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if not tensors or not q.ndim == k.ndim == v.ndim == inputs.rank:
-        for argument, x, layout in zip(inputs.names, (q, k, v), inputs.layouts, strict=True):
-            check_tensor(name, argument, x, layout)
+    if not tensors or not q.ndim == k.ndim == v.ndim == rank:
+        check_tensor(name, "q", q, ROWS if layout is SLOTS else layout)
+        check_tensor(name, key, k, layout)
+        check_tensor(name, value, v, layout)
     of_q = q.shape
     of_k, of_v = k.shape, v.shape
-    _, key, value = inputs.names
     rule = ""
     if of_q[-1] != of_k[-1] or of_q[-1] == 0:
         rule = f"q and {key} have the same head size D, at least 1"
@@ -64,7 +55,7 @@ def check_inputs(name: str, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> 
         rule = f"{key} and {value} have the same shape, up to the head size of {value}"
     elif of_k[-2] == 0 or of_q[-2] % of_k[-2]:
         rule = f"the heads of q, in its dimension before the last, are a multiple of the heads of {key}"
-    elif inputs.one_batch and of_q[0] != of_k[0]:
+    elif layout is ROWS and of_q[0] != of_k[0]:
         rule = f"q, {key} and {value} have the same batch size"
     if rule:
         raise CallError(f"{name}: q is {tuple(of_q)}, {key} {tuple(of_k)} and {value} {tuple(of_v)}. Fix: {rule}.")
@@ -116,58 +107,60 @@ def check_slopes(name: str, slopes: Any, rows: int, heads: int) -> None:
     )
 
 
-def whole_numbers(
-    name: str, argument: str, value: Any, sizes: tuple[int | str, ...], below: int | None
-) -> NDArray[np.int64]:
-    """An argument of whole numbers as int64, of the given sizes; the name of a size fits any.
-
-    Args:
-        below: the bound of the numbers, which are at least 0; None if they are not checked.
-    """
+def whole_numbers(name: str, argument: str, value: Any, sizes: tuple[int | str, ...]) -> NDArray[np.int64]:
+    """An argument of whole numbers as int64, of the given sizes; the name of a size fits any."""
     try:
         numbers = value.numpy(force=not value.is_cpu) if isinstance(value, Tensor) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError):
         numbers = np.empty(0)
-    fits = numbers.ndim == len(sizes)
+    fits = numbers.dtype.kind in "iu" and numbers.ndim == len(sizes)
     for size, given in zip(sizes, numbers.shape, strict=False):
         fits = fits and (size == given or type(size) is str)
-    if not fits or numbers.dtype.kind not in "iu":
+    if not fits:
         got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else _shown(value)
         shape = f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(map(str, sizes))})"
         raise CallError(f"{name}: {argument} is {got}. Fix: whole numbers {shape}.")
-    if below is not None and numbers.size:
-        _check_range(name, argument, numbers, int(numbers.min()), int(numbers.max()), below)
     return numbers.astype(np.int64, copy=False)
 
 
-def _check_range(name: str, argument: str, numbers: Any, low: int, high: int, below: int) -> None:
-    if not 0 <= low <= high < below:
+def check_range(name: str, argument: str, numbers: list[int], below: int) -> None:
+    """Raise unless each number is one of 0 .. below - 1."""
+    if numbers and not 0 <= min(numbers) <= max(numbers) < below:
         fix = "at least 0" if below == POSITION_MAX else f"each of 0 .. {below - 1}"
-        raise CallError(f"{name}: {argument} is {np.asarray(numbers).tolist()!r:.60}. Fix: {fix}.")
+        raise CallError(f"{name}: {argument} is {numbers!r:.60}. Fix: {fix}.")
 
 
 def for_rows(name: str, argument: str, value: int | Tensor, rows: int) -> list[int]:
     """A position of each row, from one for all rows or one for each."""
-    if isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == rows and value.dtype in _INTEGERS:
-        numbers: Any = value.tolist()  # as most are given
+    dimensions = value.ndim if isinstance(value, Tensor) else np.ndim(value)
+    if dimensions == 0:
+        number: int = whole_numbers(name, argument, value, ()).item()
+        of_rows = [number for _ in range(rows)]
     else:
-        numbers = whole_numbers(name, argument, value, () if np.ndim(value) == 0 else (rows,), None).tolist()
-    of_rows: list[int] = [numbers] * rows if isinstance(numbers, int) else numbers
-    if of_rows:
-        _check_range(name, argument, numbers, min(of_rows), max(of_rows), POSITION_MAX)
+        of_rows = _list_of(name, argument, value, rows)
+    check_range(name, argument, of_rows, POSITION_MAX)
     return of_rows
 
 
-def edges_of(name: str, argument: str, edges: Any, total: int | None = None) -> NDArray[np.int64]:
+def _list_of(name: str, argument: str, value: Any, size: int | str) -> list[int]:
+    """Whole numbers (size,), most of which are tensors of integers."""
+    if isinstance(value, Tensor) and value.dtype in _INTEGERS and value.ndim == 1 and size in (value.shape[0], "B + 1"):
+        given: list[int] = value.tolist()
+        return given
+    numbers: list[int] = whole_numbers(name, argument, value, (size,)).tolist()
+    return numbers
+
+
+def edges_of(name: str, argument: str, edges: Any, total: int | None = None) -> list[int]:
     """cu_seqlens, (B + 1,): ascending from 0, to ``total`` if it is given."""
-    array = whole_numbers(name, argument, edges, ("B + 1",), None)
-    ascends = len(array) > 1 and array[0] == 0 and (array[1:] >= array[:-1]).all()
-    if not ascends or total not in (None, array[-1]):
+    numbers = _list_of(name, argument, edges, "B + 1")
+    ascends = len(numbers) > 1 and numbers[0] == 0 and numbers == sorted(numbers)
+    if not ascends or total not in (None, numbers[-1]):
         fix = (
             "(B + 1,) whole numbers, ascending from 0" if total is None else f"ascending, from 0 to {total}, the tokens"
         )
-        raise CallError(f"{name}: {argument} is {array.tolist()!r:.60}. Fix: {fix}.")
-    return array
+        raise CallError(f"{name}: {argument} is {numbers!r:.60}. Fix: {fix}.")
+    return numbers
 
 
 def _shown(value: Any) -> str:

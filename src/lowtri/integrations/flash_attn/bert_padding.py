@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowtri.errors import CallError
-from lowtri.integrations.flash_attn.arguments import whole_numbers
+from lowtri.integrations.flash_attn.arguments import check_range, whole_numbers
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
@@ -79,4 +79,6 @@ def _flags(argument: str, mask: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _rows(name: str, indices: Any, below: int, count: int | str) -> Tensor:
-    return torch.from_numpy(whole_numbers(name, "indices", indices, (count,), below))
+    rows = whole_numbers(name, "indices", indices, (count,))
+    check_range(name, "indices", rows.tolist(), below)
+    return torch.from_numpy(rows)

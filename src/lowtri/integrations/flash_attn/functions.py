@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib import import_module, util
 from inspect import Signature, signature
+from itertools import pairwise
 from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
@@ -25,12 +26,13 @@ from lowtri.dispatch.attend import attention
 from lowtri.errors import CallError
 from lowtri.integrations.dense_mask import bottom_right_positions
 from lowtri.integrations.flash_attn.arguments import (
-    IN_CACHE,
-    IN_ROWS,
     NO_WINDOW,
     PACKED,
+    ROWS,
+    SLOTS,
     check_inputs,
     check_numbers,
+    check_range,
     check_slopes,
     check_tensor,
     edges_of,
@@ -123,11 +125,11 @@ class _Options(NamedTuple):
     return_attn_probs: bool
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, positions: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Attention of q, k and v (B, H, N, D), returned in flash-attn's layout.
+        """Attention of q, k and v (B, H, N, D) or (H, N, D), returned in flash-attn's layout.
 
         Returns:
-            the output (B, Nq, Hq, D); and with ``return_attn_probs`` the log-sum-exp (B, Hq, Nq), float32, without gradient, and inf
-            where a query sees no key, and the weights, empty without dropout.
+            the output (..., Nq, Hq, D); and with ``return_attn_probs`` the log-sum-exp (..., Hq, Nq), float32, without gradient, and
+            inf where a query sees no key, and the weights, empty without dropout.
         """
         weighted = self.return_attn_probs and self.dropout_p > 0
         bias = None
@@ -147,7 +149,7 @@ class _Options(NamedTuple):
             **positions,
         )
         output, *rest = result if self.return_attn_probs else (result,)
-        output = output.transpose(1, 2).contiguous()  # callers use view
+        output = output.transpose(-2, -3).contiguous()  # callers use view
         if not self.return_attn_probs:
             return (output,)
         lse = rest[-1].detach()
@@ -212,7 +214,7 @@ def flash_attn_func(
         CallError: if the arguments do not fit together.
     """
     name = "flash_attn_func"
-    of_q, of_k = check_inputs(name, IN_ROWS, q, k, v)
+    of_q, of_k = check_inputs(name, ROWS, q, k, v)
     check_slopes(name, alibi_slopes, of_q[0], of_q[2])
     options = _Options(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     positions = bottom_right_positions(of_q[1], of_k[1])
@@ -303,11 +305,8 @@ def flash_attn_varlen_func(
         results = _one_by_one(options, (q, k, v), (of_q, of_k))
     else:
         apart, positions = _documents(of_q, of_k, total_q, total_k)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, total, D)
-        results = options.run(q, k, v, mask if apart is None else mask & apart, positions)
-        if not return_attn_probs:
-            return results[0][0]
-        results = tuple(x[0] if x.ndim > 1 else x for x in results)  # what is not returned is empty
+        mask = mask if apart is None else mask & apart
+        results = options.run(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), mask, positions)
     return results if return_attn_probs else results[0]
 
 
@@ -327,12 +326,13 @@ def flash_attn_varlen_kvpacked_func(
     return q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 
 
-def _documents(of_q: Ints, of_k: Ints, total_q: int, total_k: int) -> tuple[Mask | None, dict[str, Ints]]:
+def _documents(of_q: list[int], of_k: list[int], total_q: int, total_k: int) -> tuple[Mask | None, dict[str, Ints]]:
     """The mask that keeps sequences apart, None for a single one, and the positions of queries and keys."""
-    same = of_q is of_k or bool((of_q == of_k).all())
-    lengths = of_q[1:] - of_q[:-1]
-    lengths = lengths if same else np.maximum(lengths, of_k[1:] - of_k[:-1])
-    real = tuple([length for length in lengths.tolist() if length])
+    same = of_q == of_k
+    lengths = [end - start for start, end in pairwise(of_q)]
+    if not same:
+        lengths = [max(n, end - start) for n, (start, end) in zip(lengths, pairwise(of_k), strict=True)]
+    real = tuple([length for length in lengths if length])
     mask = PackedDocuments(real) if len(real) > 1 else None  # the edges are checked
     if same and total_q == total_k == of_q[-1]:
         return mask, {}
@@ -340,15 +340,15 @@ def _documents(of_q: Ints, of_k: Ints, total_q: int, total_k: int) -> tuple[Mask
     at_end = {}  # each sequence stands at the end of its document; tokens past the last edge have no position
     for name, edges, total in (("q_positions", of_q, total_q), ("k_positions", of_k, total_k)):
         at_end[name] = np.full(total, -1, np.int64)
-        at_end[name][: edges[-1]] = np.arange(edges[-1]) + np.repeat(ends - edges[1:], np.diff(edges))
+        at_end[name][: edges[-1]] = np.arange(edges[-1]) + np.repeat(ends - np.array(edges[1:]), np.diff(edges))
     return mask, at_end
 
 
-def _from_pages(pages: Tensor, edges: Ints, block_table: Any) -> Tensor:
+def _from_pages(pages: Tensor, edges: list[int], block_table: Any) -> Tensor:
     """The keys of all sequences, packed, from their pages."""
     check_tensor(_VARLEN, "k and v with block_table", pages, "(pages, page size, H, D)")
     lengths, size = np.diff(edges), pages.shape[1]
-    table = whole_numbers(_VARLEN, "block_table", block_table, (len(lengths), "pages"), None)
+    table = whole_numbers(_VARLEN, "block_table", block_table, (len(lengths), "pages"))
     if lengths.max(initial=0) > table.shape[1] * size:
         raise CallError(
             f"{_VARLEN}: block_table is {tuple(table.shape)} with pages of {size}, but there are {len(lengths)} sequences "
@@ -357,11 +357,13 @@ def _from_pages(pages: Tensor, edges: Ints, block_table: Any) -> Tensor:
     row = np.repeat(np.arange(len(lengths)), lengths)
     slot = np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)
     page = table[row, slot // size]  # entries past the last page are not read
-    page = whole_numbers(_VARLEN, "block_table", page, ("pages",), len(pages))
+    check_range(_VARLEN, "block_table", page.tolist(), len(pages))
     return pages[tuple(torch.from_numpy(x).to(pages.device) for x in (page, slot % size))]
 
 
-def _one_by_one(options: _Options, tensors: tuple[Tensor, ...], edges: tuple[Ints, Ints]) -> tuple[Tensor, ...]:
+def _one_by_one(
+    options: _Options, tensors: tuple[Tensor, ...], edges: tuple[list[int], list[int]]
+) -> tuple[Tensor, ...]:
     """Slopes that differ between sequences: one call for each."""
     q, k, v = tensors
     of_q, of_k = edges
@@ -374,13 +376,13 @@ def _one_by_one(options: _Options, tensors: tuple[Tensor, ...], edges: tuple[Int
         one = options._replace(alibi_slopes=None if slopes is None else slopes[b], return_attn_probs=True)
         rows, columns = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
         positions = bottom_right_positions(rows.stop - rows.start, columns.stop - columns.start)
-        own_q, own_k, own_v = (x.transpose(0, 1)[None] for x in (q[rows], k[columns], v[columns]))
+        own_q, own_k, own_v = (x.transpose(0, 1) for x in (q[rows], k[columns], v[columns]))
         output, lse, part = one.run(own_q, own_k, own_v, mask, positions)
-        outputs.append(output[0])
-        lses.append(lse[0])
+        outputs.append(output)
+        lses.append(lse)
         if dropped:
-            weights[:, rows, columns] = part[0].detach()
-    rest = len(q) - int(of_q[-1])
+            weights[:, rows, columns] = part.detach()
+    rest = len(q) - of_q[-1]
     whole = torch.cat([*outputs, q.new_zeros(rest, q.shape[1], v.shape[2])])
     return whole, torch.nn.functional.pad(torch.cat(lses, 1), (0, rest), value=torch.inf), weights
 
@@ -489,7 +491,7 @@ class _Slots:
     """The slots of each row of q in a cache, which are in pages; without ``block_table``, a row of the cache is one page."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, table: Any, index: Any) -> None:
-        self.of_q, of_k = check_inputs(_CACHE, IN_CACHE, q, k, v)
+        self.of_q, of_k = check_inputs(_CACHE, SLOTS, q, k, v)
         if not (q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)):
             raise CallError(
                 f"{_CACHE}: q is {q.dtype}, k_cache {k.dtype} and v_cache {v.dtype}. Fix: one dtype, as q.to(k_cache.dtype)."
@@ -502,9 +504,11 @@ class _Slots:
         self.batch = self.of_q[0]
         self.table: Ints | None = None  # (B, pages); None: row by row, so that nothing is copied
         if table is not None:
-            self.table = whole_numbers(_CACHE, "block_table", table, (self.batch, "pages"), None)
+            self.table = whole_numbers(_CACHE, "block_table", table, (self.batch, "pages"))
         elif index is not None:
-            self.table = whole_numbers(_CACHE, "cache_batch_idx", index, (self.batch,), of_k[0])[:, None]
+            chosen = whole_numbers(_CACHE, "cache_batch_idx", index, (self.batch,))
+            check_range(_CACHE, "cache_batch_idx", chosen.tolist(), of_k[0])
+            self.table = chosen[:, None]
         self.size = max(1, of_k[1])  # of a page
         self.count = of_k[1] * (1 if self.table is None else self.table.shape[1])
         if self.table is None and of_k[0] != self.batch:
@@ -536,7 +540,7 @@ class _Slots:
         """Raise if a page that is used does not exist; other entries of the table may hold anything."""
         if self.table is not None:
             used = np.arange(self.table.shape[1]) < -(-np.array(ends, int) // self.size)[:, None]
-            whole_numbers(_CACHE, "block_table", self.table[used], ("pages",), len(self.k))
+            check_range(_CACHE, "block_table", self.table[used].tolist(), len(self.k))
             self.table = np.where(used, self.table, 0)
 
     def write(self, lengths: list[int], k: Tensor, v: Tensor) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -24,7 +22,6 @@ _MODULES = {
     "flash_attn.layers": "",
     "flash_attn.layers.rotary": "layers_rotary",
 }
-_PACKAGES = ("flash_attn", "flash_attn.layers")
 
 
 def install() -> str:
@@ -38,7 +35,7 @@ def install() -> str:
     True
     >>> import flash_attn.ops.triton  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ModuleNotFoundError: flash_attn.ops is not offered by lowtri, which has flash_attn, ...
+    ModuleNotFoundError: flash_attn.ops is not offered by lowtri, which has flash_attn_func, ...
 
     Models that read the package's metadata instead of importing it, as transformers does, do not find it.
 
@@ -66,39 +63,37 @@ def install() -> str:
 
 
 def _module(name: str) -> ModuleType:
+    """A module with lowtri's functions; a package, so that Python asks :class:`_NotOffered` for any other name."""
     module = ModuleType(name, "Functions of lowtri.integrations.flash_attn.")
-    module.__spec__ = ModuleSpec(name, None, is_package=name in _PACKAGES)
-    if name in _PACKAGES:
-        module.__path__ = []
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
     setattr(module, MARK, True)
     source: Any = import_module(f"lowtri.integrations.flash_attn.{_MODULES[name]}") if _MODULES[name] else None
-    offered = {public: getattr(source, public) for public in getattr(source, "__all__", ())}
-    vars(module).update(offered)
+    offered = getattr(source, "__all__", [])
+    vars(module).update({"__all__": offered, **{public: getattr(source, public) for public in offered}})
 
     def missing(attribute: str) -> Any:
-        # `from flash_attn import x` would replace the text of an AttributeError; hasattr needs one.
-        frame = inspect.currentframe()
-        caller = None if frame is None else frame.f_back
-        imports = caller is not None and caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]
-        error: Any = ImportError if imports and not attribute.startswith("__") else AttributeError
-        raise error(_not_offered(f"{name}.{attribute}", ", ".join(offered)))
+        raise AttributeError(_not_offered(f"{name}.{attribute}"))
 
     module.__getattr__ = missing  # type: ignore[method-assign]
     return module
 
 
 class _NotOffered:
-    """The last finder of imports: names the modules that lowtri does not offer."""
+    """The last finder of imports: names the modules, and the names in them, that lowtri does not offer."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> None:
         if name.startswith("flash_attn.") and hasattr(sys.modules.get("flash_attn"), MARK):
-            raise ModuleNotFoundError(_not_offered(name, _names()), name=name)
+            # Without name=, which would have `from flash_attn import x` go on to an error of its own.
+            raise ModuleNotFoundError(_not_offered(name))
 
 
 def _names() -> str:
     return ", ".join(name for name, file in _MODULES.items() if file)
 
 
-def _not_offered(name: str, offered: str) -> str:
+def _not_offered(name: str) -> str:
+    module: Any = sys.modules[name.rpartition(".")[0]]
+    offered = ", ".join([*module.__all__, _names()])
     return f"{name} is not offered by lowtri, which has {offered}. Fix: one of these, or the real package on a GPU."

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtri.errors import CallError
-from lowtri.integrations.flash_attn.arguments import check_tensor, edges_of, for_rows
+from lowtri.integrations.flash_attn.arguments import PACKED, ROWS, check_tensor, edges_of, for_rows
 from lowtri.nn.positions import rotary_frequencies
 
 __all__ = ["RotaryEmbedding", "apply_rotary_emb"]
@@ -42,19 +43,18 @@ def apply_rotary_emb(
         CallError: if the arguments do not fit together, or the tables are too short.
     """
     name = "apply_rotary_emb"
-    for table, of in (("cos", cos), ("sin", sin)):
-        check_tensor(name, table, of, "(positions, R)")
-    check_tensor(name, "x", x, "(B, N, H, D)" if cu_seqlens is None else "(total, H, D)")
+    check_tensor(name, "cos", cos, "(positions, R)")
+    check_tensor(name, "sin", sin, "(positions, R)")
+    check_tensor(name, "x", x, ROWS if cu_seqlens is None else PACKED)
     if cu_seqlens is None:
-        offsets = torch.tensor(for_rows(name, "seqlen_offsets", seqlen_offsets, len(x)), dtype=torch.int64)
-        positions = offsets[:, None] + torch.arange(x.shape[1])
-        rotated = rotate(x, cos, sin, positions, interleaved, name)
+        offsets = for_rows(name, "seqlen_offsets", seqlen_offsets, len(x))
+        positions = torch.tensor(offsets, dtype=torch.int64)[:, None] + torch.arange(x.shape[1])
     else:
-        edges = torch.from_numpy(edges_of(name, "cu_seqlens", cu_seqlens, len(x)))
-        offsets = torch.tensor(for_rows(name, "seqlen_offsets", seqlen_offsets, len(edges) - 1), dtype=torch.int64)
-        begins = edges[:-1] - offsets
-        positions = torch.arange(len(x)) - begins.repeat_interleave(edges.diff())
-        rotated = rotate(x[None], cos, sin, positions[None], interleaved, name)[0]
+        edges = edges_of(name, "cu_seqlens", cu_seqlens, len(x))
+        offsets = for_rows(name, "seqlen_offsets", seqlen_offsets, len(edges) - 1)
+        rows = zip(offsets, pairwise(edges), strict=True)
+        positions = torch.cat([torch.arange(offset, offset + end - start) for offset, (start, end) in rows])
+    rotated = rotate(x, cos, sin, positions, interleaved, name)
     return x.copy_(rotated) if inplace else rotated
 
 
@@ -98,35 +98,30 @@ class RotaryEmbedding(torch.nn.Module):
         positions = torch.arange(qkv.shape[1] + max(offsets) if offsets else 0, device=qkv.device)
         angles = torch.outer(positions.float(), rotary_frequencies(self.dim, self.base, device=qkv.device))
         cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
-        qkv = _writable(qkv)
-        kv = None if kv is None else _writable(kv)
+        # A leaf that gets gradients may not be written in place.
+        tensors: list[Any] = [x.clone() if x is not None and x.requires_grad and x.is_leaf else x for x in (qkv, kv)]
+        qkv, kv = tensors
         if kv is not None:
-            q, k = qkv, kv[:, :, 0]
+            parts = [qkv, kv[:, :, 0]]
         elif num_heads_q is not None:
-            last = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
-            q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:last]
+            parts = [qkv[:, :, : (num_heads_q + qkv.shape[2]) // 2]]  # queries and keys
         else:
-            q, k = qkv[:, :, 0], qkv[:, :, 1]  # not unbind: torch writes in place into a single view only
-        for part in (q, k):
-            apply_rotary_emb(part, cos, sin, self.interleaved, True, torch.tensor(offsets, dtype=torch.int64))
+            parts = [qkv[:, :, 0], qkv[:, :, 1]]  # not unbind: torch writes in place into a single view only
+        for part in parts:
+            apply_rotary_emb(part, cos, sin, self.interleaved, True, seqlen_offset)
         return qkv if kv is None else (qkv, kv)
 
 
-def _writable(x: Tensor) -> Tensor:
-    """x itself, or a copy of a leaf that gets gradients, which may not be written in place."""
-    return x.clone() if x.requires_grad and x.is_leaf else x
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, name: str) -> Tensor:
-    """x (B, N, H, D) rotated by the rows of cos and sin (positions, R) at ``positions`` (B, N); ``name`` is for errors."""
-    half, size = cos.shape[-1], x.shape[3]
+    """x (..., H, D) rotated by the rows of cos and sin (positions, R) at ``positions`` (...); ``name`` is for errors."""
+    half, size = cos.shape[-1], x.shape[-1]
     if cos.ndim != 2 or cos.shape != sin.shape or 2 * half > size:
         tables = f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for heads of {size}"
         raise CallError(f"{name}: rotary tables {tables}. Fix: (positions, R) both, 2 R at most the head size.")
     if (last := int(positions.max()) if positions.numel() else -1) >= len(cos):
         raise CallError(f"{name}: the rotary tables have {len(cos)} positions, but one is {last}. Fix: longer tables.")
     wide = torch.promote_types(x.dtype, torch.float32)
-    c, s = (table[positions.to(table.device)][:, :, None].to(wide) for table in (cos, sin))  # (B, N, 1, R)
+    c, s = (table[positions.to(table.device)][..., None, :].to(wide) for table in (cos, sin))  # (..., 1, R)
     turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(half, -1)
     pair = first * c - second * s, first * s + second * c

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lowtri.backends.formula import Block, FormulaCall
+from lowtri.backends.formula import FormulaCall
 from lowtri.compat.torch_private import outside_graph
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.prepared import cast_for_autocast, without_autocast
@@ -63,12 +63,11 @@ def flex_attention(
         enable_gqa: whether neighbouring query heads may share a key/value head.
         return_lse: also return the log-sum-exp (B, Hq, L).
         kernel_options: ignored; they set up torch's GPU kernels.
-        return_aux: torch's ``AuxRequest``: ``lse``, and ``max_scores``, the greatest visible score of each query after score_mod
-            (B, Hq, L), without gradient. With it, the scores are computed in torch, one tile at a time.
+        return_aux: torch's ``AuxRequest``; on CPU ``lse`` alone, as in torch.
 
     Returns:
         the output (B, Hq, L, Ev); with ``return_lse`` a tuple of output and log-sum-exp, with ``return_aux`` of output and
-        ``AuxOutput``. A query that sees no key gives 0, and -inf as log-sum-exp and as greatest score.
+        ``AuxOutput``. A query that sees no key gives 0, and -inf as log-sum-exp.
 
     Tensors on an accelerator are passed to torch's own function, compiled. Inside ``torch.compile`` a call runs outside of the graph.
 
@@ -95,27 +94,23 @@ def flex_attention(
         elif return_aux is not None:
             options["return_aux"] = return_aux
         return _torchs()(query, key, value, score_mod, block_mask, **options)
+    if return_aux is not None and return_aux.max_scores:
+        raise CallError(
+            f"{_NAME}: return_aux asks for max_scores, which torch has on accelerators alone. Fix: AuxRequest(lse=True)."
+        )
+    wants_lse = return_lse if return_aux is None else return_aux.lse
+    output, lse = _attend(query, key, value, score_mod, block_mask, scale, wants_lse)
     if return_aux is None:
-        output, lse, _ = _attend(query, key, value, score_mod, block_mask, scale, return_lse)
         return (output, lse) if return_lse else output
     from torch.nn.attention.flex_attention import AuxOutput
 
-    wanted = (return_aux.lse, return_aux.max_scores)
-    output, *auxiliary_results = _attend(query, key, value, score_mod, block_mask, scale, *wanted)
-    return output, AuxOutput(*auxiliary_results)
+    return output, AuxOutput(lse)
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: Any,
-    blocks: BlockMask | None,
-    scale: float | None,
-    want_lse: bool,
-    want_max: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The output, the log-sum-exp and the greatest scores; None for what is not wanted."""
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, blocks: BlockMask | None, scale: float | None, wants_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The output and the log-sum-exp, None if it is not wanted."""
     batch, heads = q.shape[:2]
     nq, nk = q.shape[2], k.shape[2]
     if k.shape[0] != batch:
@@ -127,36 +122,18 @@ def _attend(
     if scores.mask is not None:
         mask = mask & scores.mask if blocks is not None else scores.mask
     positions = top_left_positions(nq, nk)  # FlexAttention's q and k are indices from 0
-    if scores.in_kernel and not want_max:
+    if scores.in_kernel:
         factor = (q.shape[3] ** -0.5 if scale is None else float(scale)) * scores.factor
         options: dict[str, Any] = {"scale": factor, "softcap": scores.softcap, "bias": scores.bias, **positions}
-        if want_lse:
-            return *attention(q, k, v, mask, return_lse=True, **options), None
-        return attention(q, k, v, mask, **options), None, None
+        if wants_lse:
+            return attention(q, k, v, mask, return_lse=True, **options)
+        return attention(q, k, v, mask, **options), None
     device, arrays = cast_for_autocast(q, k, v)
     q, k, v = arrays
     call, inputs = describe(q, k, v, mask, CallOptions(scale, return_lse=True)._replace(**positions))
-    modified = _identity if score_mod is None else tile_function(score_mod)
-    greatest: dict[Block, Tensor] = {}
-
-    def of_tile(scores: Tensor, tile: Block) -> Tensor:
-        scores = modified(scores, tile)
-        if want_max:
-            # One hidden key more, so that there is a greatest score where there is no key.
-            visible = torch.nn.functional.pad(tiles.visible(tile, scores.device), (0, 1))
-            shown = torch.nn.functional.pad(scores.detach(), (0, 1)).masked_fill(~visible, -torch.inf)
-            greatest[tile] = shown.amax(3)
-        return scores
-
-    tiles = FormulaCall(call, of_tile)
     with without_autocast(device):
-        result = tiles.run(inputs)
-    most = torch.cat([greatest[tile] for tile in tiles.blocks], 2) if want_max else None
-    return result.output, result.lse if want_lse else None, most
-
-
-def _identity(scores: Tensor, tile: Block) -> Tensor:
-    return scores
+        result = FormulaCall(call, tile_function(score_mod)).run(inputs)
+    return result.output, result.lse if wants_lse else None
 
 
 def _check(q: Any, k: Any, v: Any, blocks: Any, enable_gqa: bool) -> None:

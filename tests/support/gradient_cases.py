@@ -1,4 +1,4 @@
-"""Inputs and comparisons of the tests of bf16 on tile registers."""
+"""Inputs and comparisons of the tests of gradients in bf16 and other dtypes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def results(
     return [x.detach().double() for x in (output, *torch.autograd.grad(output, [*leaves, *given.values()], d_output))]
 
 
-def compare(tensors: list[torch.Tensor], mask: Any, **options: Any) -> None:
-    """Twice the plain formula's error in bf16, and a few units of rounding."""
+def compare(tensors: list[torch.Tensor], mask: Any, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    """Twice the plain formula's error in this dtype, and a few units of rounding."""
     exact = results(tensors, mask, "formula", torch.float64, **options)
-    plain, actual = (results(tensors, mask, engine, **options) for engine in ("formula", "cpu"))
+    plain, actual = (results(tensors, mask, engine, dtype, **options) for engine in ("formula", "cpu"))
+    unit = 2.0**-48 if dtype == torch.float64 else torch.finfo(dtype).eps  # a reference of float64 is itself rounded
     for number, (expected, usual, ours) in enumerate(zip(exact, plain, actual, strict=True)):
-        allowed = 2 * (usual - expected).abs().max() + 4 * 2**-8 * max(1.0, float(expected.abs().max()))
+        allowed = 2 * (usual - expected).abs().max() + 4 * unit * max(1.0, float(expected.abs().max()))
         assert (ours - expected).abs().max() <= allowed, number
