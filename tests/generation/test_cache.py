@@ -485,3 +485,51 @@ def test_a_long_prompt_leaves_few_slots_unused(mask, prompt, most):
         cache.append(token, token)
         capacities.append(cache.capacity)
     assert max(capacities) <= most
+
+
+def test_layers_repeat_a_call_only_where_theirs_is_equal():
+    """A layer with another scale, cap, head size, dtype, strides or thread count than the one before it is computed by itself."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 4, 30, 16), torch.randn(1, 2, 30, 16)
+    wide, wide_k = torch.randn(1, 4, 30, 32), torch.randn(1, 2, 30, 32)
+    strided = torch.randn(1, 30, 4, 16).transpose(1, 2)
+    calls = [
+        (q, k, {}),
+        (q, k, {}),
+        (q, k, {"scale": 0.5}),
+        (q, k, {"softcap": 2.0}),
+        (wide, wide_k, {}),
+        (q.double(), k.double(), {}),
+        (strided, k, {}),
+        (-q, torch.randn(1, 2, 30, 16), {}),
+        (q, k, {"sinks": torch.randn(4)}),
+        (q, k, {}),
+    ]
+    cache, parts = KVCache("causal & window(7)", block=4), [[] for _ in calls]
+    for start, stop in [(0, 9), *[(t, t + 1) for t in range(9, 30)]]:
+        for layer, (queries, keys, options) in enumerate(calls):
+            part = queries[:, :, start:stop], keys[:, :, start:stop], keys[:, :, start:stop]
+            parts[layer].append(cache.attend(*part, layer=layer, **options))
+    for (queries, keys, options), found in zip(calls, parts, strict=True):
+        expected = lowtri.attention(queries, keys, keys, "causal & window(7)", engine="reference", **options)
+        torch.testing.assert_close(torch.cat(found, 2), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_layer_that_repeats_a_call_is_checked_as_the_others_are():
+    cache, x = KVCache("causal"), torch.randn(1, 2, 8, 16)
+    token = x[:, :, :1]
+    for layer in range(3):
+        cache.attend(x, x, x, layer=layer)
+    for _ in range(3):
+        for layer in range(3):
+            cache.attend(token, token, token, layer=layer)
+    cache.attend(token, token, token, layer=0)
+    with pytest.raises(CallError, match="append: layer 1 has not seen the tokens that layer 0 already has"):
+        cache.attend(token, token, token, layer=0)
+    with pytest.raises(CallError, match="append: layer 1 brings other tokens than the layer before it"):
+        cache.attend(token, token, token, [99], layer=1)
+    with pytest.raises(CallError, match="do not continue layer 1"):
+        cache.attend(token.double(), token.double(), token.double(), layer=1)
+    for layer in (1, 2):
+        cache.attend(token, token, token, layer=layer)
+    assert cache.length == 12

@@ -42,6 +42,19 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt_oss": lambda: tf.GptOssForCausalLM(
         tf.GptOssConfig(**GROUPED, head_dim=8, sliding_window=5, num_local_experts=2, num_experts_per_tok=1)
     ),
+    "gemma3n": lambda: tf.Gemma3nForCausalLM(  # its last layers share the keys of earlier ones
+        tf.Gemma3nTextConfig(
+            **{**GROUPED, "num_hidden_layers": 4},
+            head_dim=8,
+            sliding_window=5,
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=99,
+            laurel_rank=4,
+            activation_sparsity_pattern=[0.0] * 4,
+        )
+    ),
     "llama4": lambda: tf.Llama4ForCausalLM(
         tf.Llama4TextConfig(**GROUPED, head_dim=8, num_local_experts=2, intermediate_size_mlp=64, **CHUNKED)
     ),
@@ -101,7 +114,7 @@ def test_steps_are_the_whole_under_the_mask(name: str, mask: str) -> None:
         assert cache.held < 20
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "llama4", "llama"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "gemma3n", "llama4", "llama"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_own_masks_of_a_model_evict_layer_by_layer(name: str, padded: bool) -> None:
     model, ids = made(name), ids_of(2, 40)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
+    from lowtri.dispatch.prepared import CachedCall
     from lowtri.ops.call import Array, Options, Placement
     from lowtri.ops.distance_bias import DistanceBias
 
@@ -223,17 +224,26 @@ def _attention_in_program(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> 
 compile_as(attention, _attention_in_program)
 
 
+def find_over_cache(
+    q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Placement
+) -> CachedCall | None:
+    """The prepared call of :func:`attention_over_cache`, if an equal one was made before; None while torch traces."""
+    if is_traced():
+        return None
+    ready, _ = find(
+        q, k, v, None, options.sinks, positions, mask, options.scale, options.softcap, options.dropout, *options[7:]
+    )  # fmt: skip
+    return ready
+
+
 def attention_over_cache(q: Any, k: Any, v: Any, mask: Mask, options: CallOptions, positions: Placement) -> Any:
     """The results of :func:`attention` over the first ``positions.nk`` keys and values in the buffers of a cache.
 
     Equal to a call at these positions, which are checked already. ``options`` have no bias, positions, weights or lse.
     """
-    if not is_traced():
-        ready, _ = find(
-            q, k, v, None, options.sinks, positions, mask, options.scale, options.softcap, options.dropout, *options[7:]
-        )  # fmt: skip
-        if ready is not None:
-            return ready(q, k, v, None, options.sinks) if ready.plain is None else ready.plain(q, k, v)
+    ready = find_over_cache(q, k, v, mask, options, positions)
+    if ready is not None:
+        return ready(q, k, v, None, options.sinks) if ready.plain is None else ready.plain(q, k, v)
     nk, given = positions.nk, options._replace(q_positions=positions.q, k_positions=positions.k)
     return attention(q, k[..., :nk, :], v[..., :nk, :], mask, **given._asdict())
 

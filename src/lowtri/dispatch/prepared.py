@@ -150,6 +150,7 @@ class CachedCall:
         differentiates: whether gradients are recorded and not torch's own of what the backend computes.
         plain: a function of the tensors q, k and v that gives what the user gets, if nothing else is read or returned.
         last: where the call serves any keys, those of the last run, and the call at these.
+        for_any_keys: the call whose ``last`` this one has been.
         with_lse: the same call with its log-sum-exp, once a program has asked for it.
         last_use: when it was last looked up; the cache evicts the call that has waited longest.
     """
@@ -162,6 +163,7 @@ class CachedCall:
     differentiates: bool
     plain: Run | None
     last: Any = None
+    for_any_keys: CachedCall | None = None
     with_lse: CachedCall | None = None
     last_use: int = 0
 
@@ -187,11 +189,12 @@ class CachedCall:
             k_strides, v_strides = (tuple(step // size for step in steps) for steps in (k_strides, v_strides))
         if len(k_strides) == 3:  # one row, however far from others
             k_strides, v_strides = (0, *k_strides), (0, *v_strides)
-        prepared = cast(PreparedForAnyKeys, self.prepared).with_keys(positions, k_strides, v_strides)
+        any_keys: Any = self.prepared
+        prepared = any_keys.with_keys(positions, k_strides, v_strides)
         if prepared is None:
             return None
         run = None if self.plain is None else prepared.plain()
-        now = CachedCall(call, self.backend, prepared, self.engine_was_named, False, False, run)
+        now = CachedCall(call, self.backend, prepared, self.engine_was_named, False, False, run, None, self)
         if prepared.nbytes <= _MOST_KEPT:  # a larger table of visible keys is made again
             self.last = keys, now
         return now

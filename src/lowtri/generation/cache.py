@@ -7,18 +7,25 @@ values (:class:`Layer`). Eviction calls ``mask.tile``, so it works for any mask.
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Hashable
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.dispatch.attend import attention_over_cache
+from lowtri.dispatch.attend import attention_over_cache, find_over_cache
 from lowtri.drawing import with_drawings
 from lowtri.errors import CallError
-from lowtri.generation.layers import Layer, batch_of, check_new, shape_text
+from lowtri.generation.layers import (
+    Layer,
+    RepeatableCall,
+    batch_of,
+    check_new,
+    not_an_array,
+    plain,
+    shape_text,
+    tensor_checks,
+)
 from lowtri.generation.slots import (
     LookaheadCheck,
     SlotAllocator,
@@ -29,12 +36,10 @@ from lowtri.generation.slots import (
     rows_of,
 )
 from lowtri.masks import EMPTY, FULL, POSITION_MAX, Mask, as_mask
-from lowtri.masks.arrays import is_tensor
 from lowtri.masks.formulas import causal
 from lowtri.masks.label_masks import with_open_end
 from lowtri.masks.tile import MAX_POSITIONS, check_flag, short_repr
 from lowtri.masks.tree import Tree
-from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
 
 _FIXES = {"capacity": "0, which grows as needed.", "block": "64.", "rewind": "the length of a draft."}
@@ -105,6 +110,7 @@ class KVCache:
         lookahead = None if check_flag("KVCache", "allow_missing", allow_missing) else LookaheadCheck(self.mask)
         self._slots = SlotAllocator(self.mask, slots, interval, kept_longer, lookahead, fixed)
         self._layers: dict[int, Layer] = {}
+        self._repeatable: RepeatableCall | None = None
 
     @property
     def capacity(self) -> int:
@@ -192,16 +198,21 @@ class KVCache:
 
     def store(self, k: Any, v: Any, positions: Any, layer: int) -> Layer:
         """Write new tokens into the buffers of their layer, free slots included: :meth:`append` without its views."""
-        k, v = _plain("k", k), _plain("v", v)
-        buffers, slots = self._layers.get(layer), self._slots
+        k, v = plain("k", k), plain("v", v)
+        buffers = self._layers.get(layer)
         if buffers is not None:
             buffers.check(k, v, layer)
         else:
             check_new(k, v, self.mask)
-            if slots.appends > 1:
+            if self._slots.appends > 1:
                 raise CallError(
-                    f"append: layer {layer} comes late: the other layers have seen {slots.appends} appends."
+                    f"append: layer {layer} comes late: the other layers have seen {self._slots.appends} appends."
                 )
+        return self._store_checked(buffers, k, v, positions, layer)
+
+    def _store_checked(self, buffers: Layer | None, k: Any, v: Any, positions: Any, layer: int) -> Layer:
+        """:meth:`store` for tokens that fit the buffers of their layer, None before its first."""
+        slots = self._slots
         n = k.shape[-2]
         if (0 if buffers is None else buffers.appends) == slots.appends:  # the first layer of this append
             late = self._late()
@@ -264,25 +275,79 @@ class KVCache:
         """
         for name, x in (("q", q), ("k", k)):
             if not hasattr(x, "ndim"):
-                raise _not_an_array("attend", name, x)
+                raise not_an_array("attend", name, x)
         if q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3] or q.shape[-2:] != k.shape[-2:]:
             raise CallError(
                 f"attend: queries {shape_text(q)} and keys {shape_text(k)} do not fit: each new token brings a query, a key and "
                 "a value.\nFix: (..., Hq, N, D) and (..., Hkv, N, D) with the same N."
             )
-        buffers = self.store(k, v, positions, layer)
         options = CallOptions(scale, softcap, sinks=sinks, engine=engine, return_received=return_received)
         if mask is None:
-            result = self.attend_appended(q, layer, options)
+            result = self.attend_new(q, k, v, positions, layer, options)
         else:
+            buffers = self.store(k, v, positions, layer)
             own = self._for_this_call(mask)
             result = attention_over_cache(q, buffers.keys, buffers.values, own, options, self._slots.visible_slots)
         return (*result, self._read_positions()) if return_received else result
+
+    def attend_new(self, q: Any, k: Any, v: Any, positions: Any, layer: int, options: CallOptions) -> Any:
+        """:meth:`attend` under the cache's mask, without the checks of q.
+
+        The layers of a model make equal calls, also from token to token. A layer whose tensors have the signature of those of the
+        layer before it, and whose buffers are of the same kind, passes the same checks, and runs the same prepared call.
+        """
+        slots = self._slots
+        buffers = self._layers.get(layer)
+        call = self._repeatable
+        if (
+            call is None
+            or buffers is None
+            or buffers.kind != call.kind
+            or options.sinks is not None
+            or tensor_checks().token_signature(q, k, v, options) != call.signature
+        ):
+            buffers = self.store(k, v, positions, layer)
+            return self._attend_first(q, k, v, buffers, options)
+        if (
+            call.appends == slots.appends
+            and buffers.appends < slots.appends
+            and (positions is None or slots.are_last_positions(positions))
+        ):
+            if slots.moved is not None:
+                buffers.compact(slots.moved, slots.capacity)
+            buffers.appends = slots.appends
+            n = k.shape[-2]  # as Layer.write, without a step more
+            buffers.keys.narrow(-2, slots.last_start, n).copy_(k.detach() if k.requires_grad else k)
+            buffers.values.narrow(-2, slots.last_start, n).copy_(v.detach() if v.requires_grad else v)
+            return call.run(q, buffers.keys, buffers.values)
+        self._store_checked(buffers, k, v, positions, layer)
+        keys, values = buffers.keys, buffers.values
+        at = keys.shape, values.shape, keys.stride(), values.stride(), slots.visible_slots
+        ready = call.for_any_keys.repeated(at) if call.for_any_keys is not None else None
+        if ready is None:
+            return self._attend_first(q, k, v, buffers, options)
+        call.appends = slots.appends
+        call.run = ready.plain
+        return call.run(q, keys, values)
+
+    def _attend_first(self, q: Any, k: Any, v: Any, buffers: Layer, options: CallOptions) -> Any:
+        """The attention of a layer's newest tokens, which later layers and tokens may repeat."""
+        slots = self._slots
+        ready = find_over_cache(q, buffers.keys, buffers.values, self.mask, options, slots.visible_slots)
+        if ready is None or ready.plain is None:
+            return attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, slots.visible_slots)
+        signature = None if isinstance(k, np.ndarray) else tensor_checks().token_signature(q, k, v, options)
+        if signature is not None:
+            self._repeatable = RepeatableCall(slots.appends, buffers.kind, signature, ready.plain, ready.for_any_keys)
+        return ready.plain(q, buffers.keys, buffers.values)
 
     def attend_appended(self, q: Any, layer: int, options: CallOptions) -> Any:
         """The attention of the queries of the newest tokens, which this layer has appended; see :meth:`attend`."""
         buffers = self._layers[layer]
         return attention_over_cache(q, buffers.keys, buffers.values, self.mask, options, self._slots.visible_slots)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_repeatable": None}  # a prepared call has addresses
 
     def reorder(self, index: Any) -> None:
         """Let row ``i`` continue from row ``index[i]``, as in beam search; the batch may grow or shrink.
@@ -454,14 +519,14 @@ class KVCache:
     def to(self, device: Any) -> None:
         """Move all keys and values, which are tensors, to a device."""
         for buffers in self._layers.values():
-            buffers.keys = buffers.keys.to(device)
-            buffers.values = buffers.values.to(device)
-            buffers.signature = None
+            buffers.to(device)
 
     def _late(self) -> int | None:
         """The first layer that has not seen the newest tokens; None if all have."""
-        appends = self._slots.appends
-        return min([number for number, x in self._layers.items() if x.appends < appends], default=None)
+        for number, buffers in self._layers.items():
+            if buffers.appends < self._slots.appends:
+                return number
+        return None
 
     def _check_complete(self, method: str) -> None:
         if self._late() is not None:
@@ -515,27 +580,3 @@ def _token_count(name: str, value: Any, least: int, most: int) -> int:
             f"\nFix: {name}={_FIXES[name]}"
         )
     return count
-
-
-def _not_an_array(method: str, name: str, x: Any) -> CallError:
-    return CallError(f"{method}: {name} is {type(x).__name__}, but it takes NumPy arrays or torch tensors.")
-
-
-def _plain(name: str, x: Any) -> Any:
-    """An array or tensor whose memory holds its numbers; most are seen to be one without the check of all others."""
-    if type(x) is np.ndarray:
-        return x if x.flags.c_contiguous and x.flags.aligned else plain_array(name, x, "append")
-    if "torch" in sys.modules and _guard_of_tensors()(x):
-        return x
-    x = plain_array(name, x, "append")
-    if not isinstance(x, np.ndarray) and not is_tensor(x):
-        raise _not_an_array("append", name, x)
-    return x
-
-
-@cache
-def _guard_of_tensors() -> Callable[[Any], bool]:
-    """Loaded with torch; an import in each call takes longer than the check."""
-    from lowtri.ops.tensors import is_dense_cpu
-
-    return is_dense_cpu

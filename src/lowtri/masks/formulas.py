@@ -54,6 +54,9 @@ class Band(Mask):
         distance = q - k
         return (distance <= self.before) & (distance >= -self.after)
 
+    def full_unchecked(self, q_low: int, q_high: int, k_low: int, k_high: int) -> bool:
+        return q_high - k_low <= self.before and k_high - q_low <= self.after  # each token that is generated asks
+
     def _tile_key(self, q0: Index, k0: Index, nq: int, nk: int) -> list[Index]:
         return [q0 - k0]
 

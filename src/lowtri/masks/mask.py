@@ -23,6 +23,7 @@ from lowtri.masks.arrays import FrozenArray, is_compiling, is_tensor
 from lowtri.masks.positions import default_positions
 from lowtri.masks.tile import (
     EMPTY,
+    FULL,
     PARTIAL,
     POSITION_MAX,
     TILE_ANSWERS,
@@ -244,6 +245,10 @@ class Mask:
         answer = np.add(visible.every, visible.some, dtype=np.int8)
         answer = np.where(has_negative, np.minimum(answer, PARTIAL), answer)
         return np.where(no_pairs, EMPTY, answer).astype(np.int8)
+
+    def full_unchecked(self, q_low: int, q_high: int, k_low: int, k_high: int) -> bool:
+        """Whether the tile of these queries and keys, all at 0 or later, the last ones included, is FULL, of a mask without batch."""
+        return self.tile(q_low, q_high + 1, k_low, k_high + 1) is FULL
 
     def for_row(self, b: int = 0, h: int = 0) -> Mask:
         """The unbatched mask of batch row ``b`` and head ``h``; a mask that does not differ there answers for all."""

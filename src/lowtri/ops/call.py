@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from lowtri.masks.mask import Mask
 from lowtri.masks.plan import Plan, plan
-from lowtri.masks.tile import FULL
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -186,7 +185,7 @@ class Call:
         k_low, k_high = bounds[2:]
         if self.mask.batch or q_low < 0 or k_low < 0:
             return False
-        return self.mask.tile(q_low, q_high + 1, k_low, k_high + 1) is FULL
+        return self.mask.full_unchecked(q_low, q_high, k_low, k_high)
 
     def plan(self, tile_k: int = 128) -> Plan:
         """The plan of the mask at these positions."""

@@ -99,6 +99,22 @@ def signature(q: Any, k: Any, v: Any, bias: Any, sinks: Any, options: tuple[Any,
     return decode_key, (k.shape, v.shape, k.stride(), v.stride(), None), is_decode
 
 
+def token_signature(q: Any, k: Any, v: Any, options: Any) -> Any:
+    """What the layers of a token have in common if they make equal calls over a cache; None if calls are not kept.
+
+    As :func:`signature`; of the new keys and values only that on which their copies in the cache depend.
+    """
+    if is_autocast_enabled("cpu") or tracing_state() is not None or type(q) not in _TYPES:
+        return None
+    if type(k) not in _TYPES or type(v) not in _TYPES:
+        return None
+    return (
+        options, q.shape, q.stride(), q.dtype, dispatch_keys(q).raw_repr(), is_grad_enabled() and q.requires_grad,
+        k.shape, v.shape, k.dtype, v.dtype, k.device, v.device,
+        get_num_threads(), dispatch_mode_count(), transform_stack(), forward_level(),
+    )  # fmt: skip
+
+
 def _optional_key(x: Any, recorded: bool) -> tuple[Any, ...] | None:
     """The part of a bias or of sinks in a signature; () if such calls are not kept. The last is whether a gradient is recorded."""
     if x is None:

@@ -20,7 +20,8 @@ from lowtri.backends.cpu.launch import (
     Selection,
     Strides,
     contiguous_strides,
-    decode_threads,
+    decode_work,
+    threads_for,
     to_dtype,
 )
 from lowtri.kernels.abi import CACHE_KEYS, DECODE
@@ -40,10 +41,13 @@ class CpuDecode(PreparedForAnyKeys):
         self.head_sizes = (sizes.head_dim, sizes.value_dim)
         self.shape = shape = (*call.q.shape[:3], call.v.shape[3])
         self.new_output = layout.new(shape, None, layout.dtype)
+        self.plain_shape = call.of_user_rank(shape)
+        self.plain_strides = contiguous_strides(self.plain_shape)
         # Of the log-sum-exp, and of what it loses to rounding.
         self.lse_parts = 2 if call.return_weights or call.return_received else int(bool(call.return_lse))
         self.new_lse = layout.new((self.lse_parts, *shape[:3])) if self.lse_parts else None
         self.groups = sizes.batch * sizes.kv_heads
+        self.work_per_key = decode_work(call, layout.spec.input_bytes)
         self.launches: dict[tuple[int, int], Launch] = {}  # by threads, and parts of the keys
         given = call.positions_given
         q_positions, k_positions = call.q_positions if given else None, call.k_positions if given else None
@@ -84,7 +88,7 @@ class CpuDecode(PreparedForAnyKeys):
         if visible is not None:
             by_row = visible.strides[0] if visible.shape[0] > 1 else 0
             by_head = visible.strides[1] if visible.shape[1] > 1 else 0
-        threads = decode_threads(self.call, nk, self.layout.spec.input_bytes)
+        threads = threads_for(self.call, nk * self.work_per_key)
         parts = max(1, min(2 * threads // self.groups, -(-nk // CACHE_KEYS)))
         if self.layout.cast:  # to contiguous copies
             k_strides, v_strides = (
@@ -151,8 +155,8 @@ class _AtKeys(Prepared):
     def plain(self) -> Callable[[Any, Any, Any], Any] | None:
         if self.decode.new_lse is not None or not self.decode.layout.is_plain:
             return None
-        shape = self.decode.call.of_user_rank(self.decode.shape)
-        return self.launch.on_three_tensors(self.prepared, shape, contiguous_strides(shape), keep=self.visible)
+        decode = self.decode
+        return self.launch.on_three_tensors(self.prepared, decode.plain_shape, decode.plain_strides, keep=self.visible)
 
 
 def _run_of_keys(visible: NDArray[np.bool_]) -> tuple[int, int, bool]:

@@ -443,17 +443,17 @@ def tile_threads(family: str, call: Call, plan: Plan) -> int:
     tiles = int((plan.runs[:, 1] - plan.runs[:, 0]).sum())  # of all masks, each taken to be as frequent as the others
     pairs = min(sizes.nq * sizes.nk, tiles * TILE_Q * plan.tile_k // plan.masks)
     numbers = sizes.head_dim + sizes.value_dim
-    return _threads(call, sizes.batch * sizes.heads * pairs * numbers * _PRODUCTS[family] // 2)
+    return threads_for(call, sizes.batch * sizes.heads * pairs * numbers * _PRODUCTS[family] // 2)
 
 
-def decode_threads(call: Call, keys: int, number_bytes: int) -> int:
-    """For few queries and so many keys: what is multiplied or read, whichever takes longer."""
+def decode_work(call: Call, number_bytes: int) -> int:
+    """Of few queries, for each key: what is multiplied or read, whichever takes longer."""
     sizes = call.sizes
     rows = max(sizes.heads * sizes.nq, sizes.kv_heads * number_bytes * BYTE_COST)
-    return _threads(call, sizes.batch * keys * (sizes.head_dim + sizes.value_dim) * rows)
+    return sizes.batch * (sizes.head_dim + sizes.value_dim) * rows
 
 
-def _threads(call: Call, multiplications: int) -> int:
+def threads_for(call: Call, multiplications: int) -> int:
     grain = WORK_PER_THREAD * THREAD_START_COST if call.is_numpy else WORK_PER_THREAD
     return max(1, min(call.threads, multiplications // grain))
 

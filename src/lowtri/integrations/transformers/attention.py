@@ -7,6 +7,7 @@ the operator does not support run after a graph break under torch.compile, and r
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ _OTHERS = {
     *_PAGED,
     *TOLD,
 }
+_NOT_IN_CACHE = {"position_bias", "sinks", "indices", "block_indices", "output_attentions", *_UNSUPPORTED}
 _NO_OPERATOR = "dropout, weights, chosen keys, or a mask that was made outside of the program"
 
 
@@ -64,8 +66,6 @@ class _Options(NamedTuple):
 
 
 _OF_FEW_MODELS = tuple(_Options._field_defaults)
-_NONE_OF_FEW = tuple(_Options._field_defaults.values())
-_FIRST_OF_FEW = len(_Options._fields) - len(_OF_FEW_MODELS)
 
 
 def attend(
@@ -101,23 +101,30 @@ def attend(
     """
     if isinstance(attention_mask, TraceableMaskTensor) and torch.compiler.is_dynamo_compiling():
         attention_mask = attention_mask._table  # which the program holds instead
+    lazy = attention_mask.lazy if isinstance(attention_mask, LazyMaskTensor) else None
+    cached: Any = None if lazy is None else lazy.cache
+    traced = TRACED.layer is not None
+    if traced or cached is not None:  # an EvictingCache has returned the keys
+        # Weights are collected for a whole forward, so its first layer asks.
+        if dropout or not _NOT_IN_CACHE.isdisjoint(others) or ((traced or cached.coming) and collects_attentions()):
+            _reject_in_cache(module, dropout, others)
+        if traced:
+            sinks = None if s_aux is None else s_aux.reshape(-1)
+            options = CallOptions(scaling, softcap, sinks=sinks, engine=engine)
+            output = attend_traced(query, key, value, options)
+        else:
+            options = _options(scaling, softcap, engine)  # made once for all layers and tokens
+            if s_aux is not None:
+                options = options._replace(sinks=s_aux.reshape(-1))
+            output = cached.attend(module, query, key, value, lazy, options)
+        return output.transpose(1, 2).contiguous(), None
     rows, _, nq, _ = query.shape
     key_rows, _, nk, _ = key.shape
-    has_others = (
-        attention_mask is not None
-        or TRACED.layer is not None
-        or dropout
-        or not _OTHERS.isdisjoint(others)
-        or collects_attentions()
-    )
+    has_others = attention_mask is not None or dropout or not _OTHERS.isdisjoint(others) or collects_attentions()
     if has_others or rows < key_rows or 1 < nq != nk:
         of_few = {name: others.pop(name) for name in _OF_FEW_MODELS if name in others}
-        options = _Options(dropout, scaling, is_causal, softcap, s_aux, engine, **of_few)
-        if TRACED.layer is not None:
-            return _attend_in_program(module, query, key, value, options, others)
-        if isinstance(attention_mask, LazyMaskTensor) and attention_mask.lazy.cache is not None:
-            return _attend_in_cache(module, query, key, attention_mask.lazy, options, others)
-        return _attend_with(module, query, key, value, attention_mask, options, others)
+        few = _Options(dropout, scaling, is_causal, softcap, s_aux, engine, **of_few)
+        return _attend_with(module, query, key, value, attention_mask, few, others)
     # Each layer of each token runs this, so it has no further step. Without a mask, a layer is causal as under transformers' sdpa.
     is_causal_layer = nq > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     mask = "causal" if is_causal_layer else "full"
@@ -126,42 +133,15 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _attend_in_cache(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    lazy: LazyMask,
-    options: _Options,
-    others: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """:func:`attend` over an EvictingCache, which has returned the keys."""
-    output: Tensor = lazy.cache.attend(module, lazy, query, key, _options_in_cache(module, options, others))
-    return output.transpose(1, 2).contiguous(), None
+@lru_cache
+def _options(scaling: float | None, softcap: float | None, engine: str) -> CallOptions:
+    return CallOptions(scaling, softcap, engine=engine)
 
 
-def _attend_in_program(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, options: _Options, others: dict[str, Any]
-) -> tuple[Tensor, None]:
-    """:func:`attend` over an EvictingCache while a program is traced."""
-    output = attend_traced(query, key, value, _options_in_cache(module, options, others))
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _options_in_cache(module: Any, options: _Options, others: dict[str, Any]) -> CallOptions:
-    """The options of a call over an EvictingCache; what it does not compute raises."""
-    has_more = options[_FIRST_OF_FEW:] != _NONE_OF_FEW or not _OTHERS.isdisjoint(others)
-    if has_more or options.dropout or collects_attentions():
-        _reject_in_cache(module, options, others)
-    sinks = None if options.s_aux is None else options.s_aux.reshape(-1)
-    return CallOptions(options.scaling, options.softcap, sinks=sinks, engine=options.engine)
-
-
-def _reject_in_cache(module: Any, options: _Options, others: dict[str, Any]) -> None:
+def _reject_in_cache(module: Any, dropout: float, others: dict[str, Any]) -> None:
     """Reject what an EvictingCache does not compute."""
-    all_others = {**options._asdict(), **others}
-    names = ("position_bias", "sinks", "indices", "block_indices", "output_attentions", *_UNSUPPORTED)
-    given = [name for name in names if all_others.get(name) is not None and all_others[name] is not False]
-    if options.dropout:
+    given = [name for name in sorted(_NOT_IN_CACHE) if others.get(name) is not None and others[name] is not False]
+    if dropout:
         given.append("dropout")
     if collects_attentions():
         given.append("attention weights")

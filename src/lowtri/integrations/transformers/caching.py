@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lowtri.errors import CallError
 from lowtri.generation.cache import KVCache
-from lowtri.generation.layers import Layer
 from lowtri.integrations.dense_mask import LazyMask
 from lowtri.integrations.transformers.masks import without_shift
 from lowtri.integrations.transformers.traced_cache import append_keys, new_state
@@ -30,6 +29,7 @@ from lowtri.masks.mask import And, Mask
 from lowtri.ops.call import CallOptions
 
 _NAME = "EvictingCache"
+_LAYER = "lowtri_layer"  # an attribute of new keys: the layer that appends them
 
 
 class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
@@ -96,15 +96,13 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         self._by_layer = [self._caches[mask] for mask in self._masks]
         self._length = 0  # columns: tokens of the longest row, with its padding
         # Of the forward that runs: tokens that no layer has appended yet (None: none runs), and positions (B, N) (None: the next).
-        self._coming: int | None = None
+        self.coming: int | None = None
         self._positions: NDArray[np.int64] | None = None
         self._valid: NDArray[np.bool_] | None = None  # (B, columns), whether a column holds a token; None: all do
         self._records = False  # whether all tokens since the last crop can be removed
         self._since_crop = 0  # tokens
-        self._returned: dict[int, tuple[int, Tensor]] = {}  # by the id of keys: the layer to which they were returned
-        self.has_attended = False  # whether a layer of the newest forward has
         self._unread: set[int] = set()  # layers of the forward that runs which have not attended yet
-        self._known: dict[int, Mask] = {}  # the mask with which each layer has attended
+        self._known: dict[KVCache, Mask] = {}  # the mask with which layers have attended
 
     # What lowtri's attention asks of it.
 
@@ -115,8 +113,7 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
             attention_mask: (B, length + n), 0 at padding, or None.
         """
         self._unread.clear()
-        self.has_attended = False
-        self._coming = n
+        self.coming = n
         self._state[1] = self._length  # a program may be part of the forward
         self._positions = None
         if self._records:
@@ -168,88 +165,77 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         columns = np.arange(self._length, self._length + n)
         return np.where(valid[:, self._length :], columns - _pads(valid)[:, None], -1)
 
-    def attend(self, module: Any, lazy: LazyMask, query: Tensor, key: Tensor, options: CallOptions) -> Tensor:
-        """The attention of one layer over what the cache holds, (B, Hq, N, Dv).
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, lazy: LazyMask | None, options: CallOptions
+    ) -> Tensor:
+        """Append a layer's new tokens, then compute the attention of their queries over all that the cache holds, (B, H, N, Dv).
 
         Args:
-            lazy: the mask of the forward.  key: what :meth:`update` returned to the layer.
+            key, value: what :meth:`update` returned to the layer.
+            lazy: the mask of the forward; None in a program, where it is known to be the cache's.
         """
-        layer, keys = self._returned.get(id(key), (-1, None))
-        if keys is not key:
+        layer: int | None = getattr(key, _LAYER, None)
+        if layer is None:
             raise CallError(
                 f"{_NAME}: {type(module).__name__} attends to other keys than the cache has returned to it.\n"
                 "Fix: transformers.DynamicCache for this model."
             )
-        kv = self._of_layer(layer)
-        if self._known.get(layer) is not lazy.mask:
+        kv = self._by_layer[layer if len(self._by_layer) > 1 else 0]
+        if lazy is not None and self._known.get(kv) is not lazy.mask:
             if not _alike(lazy.mask, kv.mask):
                 raise CallError(
                     f"{_NAME}: layer {layer} has the mask {lazy.mask!r}, but the cache evicts by {kv.mask!r}.\n"
                     "Fix: a new cache after use(model, mask=...), and no other mask in a forward."
                 )
-            self._known[layer] = lazy.mask
-        return self.attend_stored(query, layer, options)
-
-    def attend_stored(self, query: Tensor, layer: int, options: CallOptions) -> Tensor:
-        """:meth:`attend` in a layer whose tokens are stored, under the cache's own mask."""
-        self._unread.discard(layer)
-        self.has_attended = True
-        output: Tensor = self._of_layer(layer).attend_appended(query, layer, options)
+            self._known[kv] = lazy.mask
+        output: Tensor
+        if layer not in self._unread:  # it shares the keys of an earlier layer, which has appended them
+            output = kv.attend_appended(query, layer, options)
+            return output
+        self._unread.remove(layer)
+        output = kv.attend_new(query, key, value, self._positions, layer, options)
+        if self.coming:  # the other layers append the same tokens
+            self._length += self.coming
+            self._since_crop += self.coming
+            self.coming = 0
         return output
+
+    @property
+    def has_attended(self) -> bool:
+        """Whether a layer of the forward that runs has attended."""
+        return self.coming == 0
 
     def end(self) -> None:
         """End a forward that has not raised."""
-        self._coming = None
+        self.coming = None
         if self._unread:
             raise CallError(
-                f"{_NAME}: layers {sorted(self._unread)} did not attend through lowtri, so they read free slots.\n"
+                f"{_NAME}: layers {sorted(self._unread)} did not attend through lowtri, so they read the new tokens alone.\n"
                 "Fix: transformers.DynamicCache for this model."
             )
-
-    def _of_layer(self, layer: int) -> KVCache:
-        return self._by_layer[layer if len(self._by_layer) > 1 else 0]
 
     # What transformers asks of a cache.
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of a layer's new tokens; return all slots, which lowtri's attention knows how to read.
-
-        In a compiled program, it returns the new tokens, which the attention appends.
-        """
-        if torch.compiler.is_dynamo_compiling():
-            self._refuse_gradients(key_states)
-            return append_keys(key_states, value_states, layer_idx)
-        buffers = self.store(key_states, value_states, layer_idx)
-        self._returned[id(buffers.keys)] = layer_idx, buffers.keys
-        return buffers.keys, buffers.values
-
-    def _refuse_gradients(self, key_states: Tensor) -> None:
+        """Note the keys and values of a layer's new tokens, which its attention then appends; return them as they are."""
         if key_states.requires_grad and torch.is_grad_enabled():
             raise CallError(
                 f"{_NAME}: it records no gradients.\nFix: with torch.no_grad(); or use_cache=False in training."
             )
-
-    def store(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> Layer:
-        """Append the keys and values of a layer's new tokens, and return the buffers of the layer."""
-        self._refuse_gradients(key_states)
-        coming = self._coming
-        if coming is None:
+        if torch.compiler.is_dynamo_compiling():
+            return append_keys(key_states, value_states, layer_idx)
+        if self.coming is None:
             raise CallError(
                 f"{_NAME}: a layer appends outside of a forward of a switched model.\nFix: switch(model), then {_NAME}(model)."
             )
-        buffers = self._of_layer(layer_idx).store(key_states, value_states, self._positions, layer_idx)
-        if coming:  # the other layers append the same tokens
-            self._length += coming
-            self._since_crop += coming
-            self._coming = 0
-            self._returned.clear()  # earlier buffers
         if len(self.layers) <= layer_idx:
             layers: list[Any] = self.layers
             layers += [_Layer(self, index) for index in range(len(layers), layer_idx + 1)]
         self._unread.add(layer_idx)
-        return buffers
+        setattr(key_states, _LAYER, layer_idx)
+        return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """How many tokens it has seen, evicted ones and padding included: an int, in a compiled program a tensor."""
@@ -302,7 +288,6 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
             kv.reorder(rows)
         if self._valid is not None:
             self._valid = self._valid[rows]
-        self._returned.clear()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, by number or by bools."""
@@ -357,14 +342,14 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         """Move all keys and values to a device."""
         for kv in self._caches.values():
             kv.to(device)
-        self._returned.clear()
         return self
 
     def draw(self) -> str:
         """Which positions are held, and for how long, of each group of layers with the same mask; see :meth:`lowtri.KVCache.draw`."""
         parts = []
+        groups = [self._by_layer[layer if len(self._by_layer) > 1 else 0] for layer in range(len(self.layers))]
         for kv in self._caches.values():
-            count = sum(self._of_layer(layer) is kv for layer in range(len(self.layers)))
+            count = sum(group is kv for group in groups)
             layers = "1 layer" if count == 1 else f"{count} layers"
             parts.append(f"{_NAME}, {layers}: {kv.draw()}")
         return "\n".join(parts)
@@ -379,7 +364,7 @@ class EvictingCache(transformers.Cache):  # type: ignore[misc,unused-ignore]
         return "".join(kv._repr_html_() for kv in self._caches.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {**self.__dict__, "_returned": {}, "_unread": set(), "_known": {}}
+        kept = {**self.__dict__, "_unread": set(), "_known": {}}
         del kept["state"], kept["_state"]
         return kept
 

@@ -40,6 +40,7 @@ from lowtri.masks.tile import EMPTY, POSITION_MAX, Index
 # Models that write values of their own next to an additive mask: they get the additive mask that eager gets.
 _NEED_ADDITIVE = ("deepseek_v4",)
 _PAIRS_OF_A_PROGRAM = 2**16  # of a mask that a compiled program may take as its table
+_CAUSAL = causal()  # one object, which a cache compares without looking into it
 
 
 def make_mask(
@@ -102,17 +103,17 @@ def make_mask(
     if forward is not None:
         forward.mask_was_built = True
         pattern = forward.mask
-        packing = (
-            None if forward.crosses and _is_known(mask_function, "bidirectional_mask_function") else forward.packing
-        )
+        packing = forward.packing
+        if packing is not None and forward.crosses and _is_known(mask_function, "bidirectional_mask_function"):
+            packing = None
         if pattern is not None and context is None and forward.cache is None:
             pattern = _from_first_tokens(pattern, attention_mask) if packing is None else packing.within_each(pattern)
             pattern = check_cache(pattern, q0, q_length, k0, kv_length, forward.cache_argument)
             if forward.in_generate_without_cache:
                 with suppress(MaskError):  # a table may end here
                     check_cache(pattern, q_length, 1, 0, q_length + 1, forward.cache_argument)
-    if mask_function is None:
-        mask = causal() if pattern is None else pattern
+    if mask_function is None or (packing is None and _is_known(mask_function, "causal_mask_function")):
+        mask = _CAUSAL if pattern is None else pattern
     else:
         reading = Reading(batch_size, use_vmap, str(device), pattern, forward is not None and context is None, packing)
         mask = _mask_of(mask_function, reading)
@@ -124,11 +125,13 @@ def make_mask(
         forward is None or forward.cache is None
     ):  # which has positions without padding
         mask = join(mask, _real_keys(mask, attention_mask, (q0, q0 + q_length), k0 + kv_length))
-    materialize = partial(
-        make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask
-    )
-    materialize = partial(materialize, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
     cache = None if forward is None else forward.cache
+    materialize: Any = None
+    if cache is None:  # which has no table
+        materialize = partial(
+            make_mask, batch_size, q_length, kv_length, q0, k0, mask_function, attention_mask=attention_mask
+        )
+        materialize = partial(materialize, use_vmap=use_vmap, device=device, dtype=dtype, config=config)
     lazy = LazyMask(mask, q0, q_length, k0, kv_length, materialize, context, packed=forward is not None, cache=cache)
     heads = mask.batch[1] if len(mask.batch) > 1 else 1
     kind = TraceableMaskTensor if q_length * kv_length <= _PAIRS_OF_A_PROGRAM else LazyMaskTensor
@@ -262,7 +265,7 @@ def _remapped(inner: Mask, positions: Tensor) -> Mask:
 
 # The functions of transformers: from the variables that each closes over to its mask. ``read`` gives the mask of a function.
 _KNOWN_MASK_FUNCTIONS: dict[str, Callable[[dict[str, Any], int, Callable[[Any], Mask]], Mask]] = {
-    "causal_mask_function": lambda c, rows, read: causal(),
+    "causal_mask_function": lambda c, rows, read: _CAUSAL,
     "bidirectional_mask_function": lambda c, rows, read: full(),
     "sliding_window_overlay": lambda c, rows, read: _sliding(int(c["sliding_window"]) - 1, POSITION_MAX),
     "sliding_window_bidirectional_overlay": lambda c, rows, read: band(*[int(c["sliding_window"])] * 2),

@@ -130,7 +130,10 @@ def is_next_token(tokens: Any, kwargs: Mapping[str, Any]) -> bool:
         tokens = given if tokens is None else tokens
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] != 1 or not _TOLD.isdisjoint(kwargs):
         return False
-    return not any(hasattr(kwargs.get(name), _REMEMBERED) for name in CACHE_NAMES)
+    remembers = False
+    for name in CACHE_NAMES:
+        remembers = remembers or hasattr(kwargs.get(name), _REMEMBERED)
+    return not remembers
 
 
 def is_table(mask: Any) -> bool:

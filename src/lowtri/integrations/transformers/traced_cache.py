@@ -49,7 +49,10 @@ class TracedForward:
         self.keys = None
 
     def end(self) -> None:
-        self.begin(None, None)
+        self.model = None
+        self.cache = None
+        self.layer = None
+        self.keys = None
 
 
 TRACED = TracedForward()
@@ -177,11 +180,11 @@ def _run_begin(state: Tensor, rows: int, n: int, attention_mask: Tensor | None, 
 
 def _run_attend(state: Tensor, q: Tensor, k: Tensor, v: Tensor, layer: int, *options: Any) -> Tensor:
     cache = _cache_of(state)
-    cache.store(k, v, layer)
-    scale, softcap, *rest = options
-    call_options = CallOptions(scale, softcap, sinks=rest[0], engine=rest[1])
+    k, v = cache.update(k, v, layer)
+    names = ("scale", "softcap", "sinks", "engine")
+    call_options = CallOptions(**dict(zip(names, options, strict=True)))
     # The number of tokens stays until the next forward begins: inductor may read it again after this operator.
-    return cache.attend_stored(q, layer, call_options).contiguous()
+    return cache.attend(None, q, k, v, None, call_options).contiguous()
 
 
 def _run_end(state: Tensor) -> None:

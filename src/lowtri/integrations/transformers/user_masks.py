@@ -210,22 +210,28 @@ def _place_of_mask(forward: Any) -> int:
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Begin a forward, whose mask may be among its arguments."""
     setting = model.lowtri_mask
+    traced = torch.compiler.is_dynamo_compiling()
+    outer = None if traced else _current.get()
+    if outer is not None and outer.model is not model and outer.model.lowtri_mask is setting:
+        return None  # a part of the model that runs
+    evicting = _evicting_cache(kwargs)
+    if evicting is not None:
+        if traced and setting.context is None:
+            begin_forward(model, evicting, args, kwargs)
+            return None
+        return _begin_eagerly(model, args, kwargs)
     own = setting.mask is None and setting.context is None
     own = own and not isinstance(kwargs.get("attention_mask"), _MASKS) and not (args and _has_mask(args))
-    evicting = _evicting_cache(kwargs)
-    if evicting is not None and torch.compiler.is_dynamo_compiling() and setting.context is None:
-        begin_forward(model, evicting, args, kwargs)
-        return None
-    own = own and evicting is None
     if own and torch.compiler.is_compiling():
         _check_traced_positions(model, kwargs)
         return None
-    if own and len(args) < 2 and _current.get() is None and is_next_token(args[0] if args else None, kwargs):
+    if own and len(args) < 2 and outer is None and is_next_token(args[0] if args else None, kwargs):
         return None  # nothing is set, here or around
     return _begin_eagerly(model, args, kwargs)
 
 
 _MASKS = (str, Mask)
+_MADE = (dict, LazyMaskTensor)  # masks that were made before the forward
 
 
 def _evicting_cache(named: Mapping[str, Any]) -> Any:
@@ -243,13 +249,14 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
 
 def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
     """End the forward; it has raised if there is no output."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         if _evicting_cache(kwargs) is not None:
             end_forward(model)
             return
         running = model.lowtri_mask.applied
     else:
-        running = _current.get() is not None
+        forward = _current.get()
+        running = forward is not None and forward.model is model
     if running:
         _end_eagerly(model, output)
 
@@ -299,9 +306,8 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer:
         _begin_in_cache(forward)
     setting.applied |= mask is not None or setting.context is not None
     _current.set(forward)
-    if not forward.has_own_attention and isinstance(
-        made := kwargs.get("attention_mask"), dict | LazyMaskTensor
-    ):  # by generate
+    made = kwargs.get("attention_mask")
+    if isinstance(made, _MADE) and not forward.has_own_attention:  # by generate
         try:
             kwargs["attention_mask"] = _materialized_for_forward(made)
         except Exception:
@@ -315,13 +321,15 @@ def _begin_in_cache(forward: Forward) -> None:
     if forward.packing is not None:
         raise packed_rows(forward.packing.told_by)
     forward.cache.check_mask(forward.mask)
-    taken = forward.cache_argument
-    if taken != "cache" and forward.named.get("cache") is forward.cache:  # which this forward would pass over
+    named = forward.named
+    if named.get("cache") is forward.cache and forward.cache_argument != "cache":  # which this forward would pass over
+        taken = forward.cache_argument
         raise CallError(
             f"EvictingCache: got cache=, but {type(forward.model).__name__} takes its cache as {taken}.\nFix: {taken}=cache."
         )
-    tokens = next(x for x in map(forward.named.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
-    forward.cache.begin(tokens.shape[0], tokens.shape[1], forward.named.get("attention_mask"))
+    ids = named.get("input_ids")
+    tokens = ids if isinstance(ids, torch.Tensor) else named["inputs_embeds"]
+    forward.cache.begin(tokens.shape[0], tokens.shape[1], named.get("attention_mask"))
     TRACED.begin(forward.model, forward.cache)  # a program may be a part of this forward
 
 
@@ -340,12 +348,12 @@ def _end(model: Any, output: Any) -> None:
     unused, name = None, type(model).__name__
     if output is not None and forward.packing is not None:
         _remember(forward, output)
+    made = forward.mask_was_built or (forward.cache is not None and forward.cache.has_attended)
     if forward.cache is not None:
         TRACED.end()
         if output is not None:
             forward.cache.end()
-    made = forward.mask_was_built or (forward.cache is not None and forward.cache.has_attended)
-    if output is not None and forward.required and not made:
+    if output is not None and not made and forward.required:
         applied = "context_parallel" if forward.mask is None else repr(forward.mask)
         if forward.packing is not None and forward.mask is None:
             applied = repr(forward.packing.mask)
