@@ -300,3 +300,11 @@ def process_output(code: str) -> str:
 )
 def test_nothing_is_loaded_before_it_is_used(statement: str, absent: set[str]) -> None:
     assert loaded_after(statement) & absent == set()
+
+
+def test_modules_that_are_imported_by_their_own_name_have_different_names() -> None:
+    """pytest imports from these folders: of two equal names the first would hide the second."""
+    root = Path(__file__).parents[1]
+    folders = ["tests", "tests/support", "examples", "examples/train", "benchmarks", "tools"]
+    names = [path.stem for folder in folders for path in (root / folder).glob("*.py") if path.stem != "__init__"]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
