@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.compat import constant_while_traced
 from lowtri.masks.array_masks import Keys, Table
 from lowtri.masks.arrays import FrozenArray, in_numpy, is_tensor
 from lowtri.masks.formulas import band, causal, full, window
@@ -258,6 +259,7 @@ def _mask_of(bits: Bits, shape: Shape, nq: int, nk: int, of_formulas: bool = Fal
     return found
 
 
+@constant_while_traced
 def lowest_number(*dtypes: Any) -> float:
     """The greatest of the lowest numbers of these dtypes, NumPy's or torch's: a table may be made for another dtype than its own.
 
