@@ -490,9 +490,9 @@ def test_a_long_prompt_leaves_few_slots_unused(mask, prompt, most):
 def test_layers_repeat_a_call_only_where_theirs_is_equal():
     """A layer with another scale, cap, head size, dtype, strides or thread count than the one before it is computed by itself."""
     torch.manual_seed(0)
-    q, k = torch.randn(1, 4, 30, 16), torch.randn(1, 2, 30, 16)
-    wide, wide_k = torch.randn(1, 4, 30, 32), torch.randn(1, 2, 30, 32)
-    strided = torch.randn(1, 30, 4, 16).transpose(1, 2)
+    q, k = torch.randn(1, 4, 30, 32), torch.randn(1, 2, 30, 32)
+    wide, wide_k = torch.randn(1, 4, 30, 64), torch.randn(1, 2, 30, 64)
+    strided = torch.randn(1, 30, 4, 32).transpose(1, 2)
     calls = [
         (q, k, {}),
         (q, k, {}),
@@ -501,23 +501,25 @@ def test_layers_repeat_a_call_only_where_theirs_is_equal():
         (wide, wide_k, {}),
         (q.double(), k.double(), {}),
         (strided, k, {}),
-        (-q, torch.randn(1, 2, 30, 16), {}),
+        (-q, torch.randn(1, 2, 30, 32), {}),
         (q, k, {"sinks": torch.randn(4)}),
         (q, k, {}),
     ]
-    cache, parts = KVCache("causal & window(7)", block=4), [[] for _ in calls]
+    cache, parts, repeated = KVCache("causal & window(7)", block=4), [[] for _ in calls], 0
     for start, stop in [(0, 9), *[(t, t + 1) for t in range(9, 30)]]:
         for layer, (queries, keys, options) in enumerate(calls):
-            part = queries[:, :, start:stop], keys[:, :, start:stop], keys[:, :, start:stop]
+            part = [x[:, :, start:stop].clone() for x in (queries, keys, keys)]  # contiguous, as in a model
             parts[layer].append(cache.attend(*part, layer=layer, **options))
+            repeated += cache._repeatable is not None and cache._repeatable.appends == cache._slots.appends
     for (queries, keys, options), found in zip(calls, parts, strict=True):
         expected = lowtri.attention(queries, keys, keys, "causal & window(7)", engine="reference", **options)
         torch.testing.assert_close(torch.cat(found, 2), expected, rtol=2e-5, atol=2e-5)
+    assert repeated > 20
 
 
 def test_a_layer_that_repeats_a_call_is_checked_as_the_others_are():
-    cache, x = KVCache("causal"), torch.randn(1, 2, 8, 16)
-    token = x[:, :, :1]
+    cache, x = KVCache("causal"), torch.randn(1, 2, 8, 32)
+    token = x[:, :, :1].clone()
     for layer in range(3):
         cache.attend(x, x, x, layer=layer)
     for _ in range(3):

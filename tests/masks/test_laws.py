@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_masks import SIZE, Case, cases, exact_cases, text_cases
 
-from lowtri.masks import EMPTY, FULL, PARTIAL, POSITION_MAX, Mask, Tile, causal, mask
+from lowtri.masks import EMPTY, FULL, PARTIAL, POSITION_MAX, Mask, Tile, band, causal, full, mask, window
 from lowtri.masks.tile import Interval, Truth
 
 law = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
@@ -168,3 +169,10 @@ def test_the_laws_find_a_wrong_answer() -> None:
     wrong = Case(Wrong(2**62, 0, "causal"), lambda q, k, *_: k <= q)
     with pytest.raises(AssertionError):
         test_tile_answers_are_never_wrong.hypothesis.inner_test(wrong, [(0, 4, 0, 2)])
+
+
+def test_a_strip_says_of_each_small_tile_whether_it_is_full() -> None:
+    ends = [(low, high) for low in range(6) for high in range(low, 6)]
+    for strip in (causal(), window(1), window(3), band(0, 2), band(2, 1), full()):
+        for (q0, q1), (k0, k1) in product(ends, ends):
+            assert strip.full_unchecked(q0, q1, k0, k1) == (strip.tile(q0, q1 + 1, k0, k1 + 1) is Tile.FULL)
