@@ -383,13 +383,15 @@ def evicting_cache(attend: Any, given: Any) -> Any:
     cache_of_keys = EvictingCache(use(_model_with_a_cache(), mask=mask), block=1)
     before = case.nk - case.nq
     edges = [*range(0, before, 7), before, case.nk] if before else [0, case.nk]
+    options = {"softcap": case.softcap, "s_aux": given.sinks, "scaling": given.scale}
     for start, stop in pairwise(edges):
-        cache_of_keys.begin(case.b, stop - start, None if valid is None else valid[:, :stop])
+        n = stop - start
+        cache_of_keys.begin(case.b, n, None if valid is None else valid[:, :stop])
         keys, values = cache_of_keys.update(given.k[:, :, start:stop], given.v[:, :, start:stop], 0)
-    lazy = LazyMask(mask, before, case.nq, 0, case.nk, cache=cache_of_keys)
-    tensor = LazyMaskTensor(lazy, (case.b, 1, case.nq, case.nk), "cpu")
-    options = {"softcap": case.softcap, "s_aux": given.sinks}
-    return attend(nn.Module(), given.q, keys, values, tensor, scaling=given.scale, **options)[0].transpose(1, 2)
+        lazy = LazyMask(mask, start, n, 0, stop, cache=cache_of_keys)
+        q = given.q if start == before else given.q[:, :, :1].expand(-1, -1, n, -1)
+        output = attend(nn.Module(), q, keys, values, LazyMaskTensor(lazy, (case.b, 1, n, stop), "cpu"), **options)[0]
+    return output.transpose(1, 2)
 
 
 def lowtri_module(attend: Any, given: Any) -> Any:
