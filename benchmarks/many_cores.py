@@ -3,9 +3,9 @@
     python benchmarks/many_cores.py
 
 A call is prepared for so many threads; each of its tasks is then timed alone, and laid on the threads as the kernels hand them out: the
-next task to the thread that is free first. The efficiency is the time of one thread, prepared for one, over all threads' time until the
-last one is done. It knows nothing of shared caches, memory bandwidth and the time to wake threads. Memory is what the tasks write
-besides the results.
+next task to the thread that is free first. A backward may run in rounds, each of which begins when the last task of the one before is
+done. The efficiency is the time of one thread, prepared for one, over all threads' time until the last one is done. It knows nothing of
+shared caches, memory bandwidth, the time to wake threads and the sums of copies.
 """
 
 from __future__ import annotations
@@ -67,16 +67,17 @@ def until_done(seconds: list[float], threads: int) -> float:
     return max(free)
 
 
-def kernels_of(call: Any, training: bool) -> dict[str, list[float]]:
-    """The seconds of each task of each kernel of a call."""
+def kernels_of(call: Any, training: bool) -> dict[str, list[list[float]]]:
+    """The seconds of each task of each round of each kernel of a call."""
     PREPARED.clear()
     found: list[list[float]] = []
     with each_task_alone(found):
         results = call()
         if training:
             results.sum().backward()
-    names = ("forward", "backward") if training else ("no gradients", "weights")
-    return dict(zip(names, found, strict=False))
+    if training:
+        return {"forward": found[:1], "backward": found[1:]}
+    return {name: [tasks] for name, tasks in zip(("no gradients", "weights"), found, strict=False)}
 
 
 def rows_of(name: str, call: Any, training: bool) -> None:
@@ -85,10 +86,11 @@ def rows_of(name: str, call: Any, training: bool) -> None:
     lines: dict[str, list[str]] = {}
     for threads in THREADS:
         torch.set_num_threads(threads)
-        for kernel, seconds in kernels_of(call, training).items():
-            alone.setdefault(kernel, sum(seconds))
-            share = alone[kernel] / (threads * until_done(seconds, threads))
-            lines.setdefault(kernel, []).append(f"{share:5.2f} ({len(seconds)})" if threads > 1 else "")
+        for kernel, rounds in kernels_of(call, training).items():
+            alone.setdefault(kernel, sum(map(sum, rounds)))
+            share = alone[kernel] / (threads * sum(until_done(seconds, threads) for seconds in rounds))
+            tasks = f"{len(rounds)}x{len(rounds[0])}"
+            lines.setdefault(kernel, []).append(f"{share:5.2f} ({tasks})" if threads > 1 else "")
     for kernel, cells in lines.items():
         print(f"{name:58} {kernel:12} {alone[kernel] * 1e3:8.1f} ms " + "".join(f"{cell:>13}" for cell in cells[1:]))
 
@@ -96,7 +98,7 @@ def rows_of(name: str, call: Any, training: bool) -> None:
 def main() -> None:
     quick = "--quick" in sys.argv
     print(
-        f"float32, heads of 64; efficiency (tasks) on {', '.join(map(str, THREADS[1:]))} threads; torch {torch.__version__}"
+        f"float32, heads of 64; efficiency (rounds x tasks) on {', '.join(map(str, THREADS[1:]))} threads; torch {torch.__version__}"
     )
     for heads, kv_heads, n in SHAPES[: 1 if quick else None]:
         n = 512 if quick else n

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from processes import printed
+from subprocesses import printed
 
 FORK = """
 import os, signal, sys, threading, time, warnings

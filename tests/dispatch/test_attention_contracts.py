@@ -358,9 +358,8 @@ def test_which_engine_says_why_not():
 def test_weights_that_cannot_fit_are_refused_at_once(engine):
     x = np.zeros((3_000_000, 8), np.float32)
     for one in (x, torch.from_numpy(x)):
-        with pytest.raises(
-            CallError, match=r"return_weights=True makes an array .*33,528 GiB.*\nFix: a part of the queries at a time"
-        ):
+        words = r"return_weights=True makes an array .*33,528 GiB.*\nFix: a part of the queries at a time"
+        with pytest.raises(CallError, match=words):
             attention(one, one, one, "window(4)", return_weights=True, engine=engine)
     some = attention(x[:10], x[:900], x[:900], "window(4)", q_positions=range(10), return_weights=True, engine=engine)
     assert some[1].shape == (10, 900)

@@ -7,12 +7,12 @@ import tracemalloc
 import pytest
 import torch
 from attention_cases import EPS, able, draw, near, with_gradients
+from subprocesses import printed
 
 import lowtri
 from lowtri import attention, causal, keys, window
 from lowtri.backends import BACKENDS
 from lowtri.backends import formula as tiles
-from processes import printed
 
 # What is loaded when.
 

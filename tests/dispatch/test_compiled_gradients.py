@@ -14,14 +14,9 @@ from attention_cases import DTYPES, EPS, draw
 from programs import compiled, same_to_rounding
 
 import lowtri
-from lowtri.backends import (
-    GradientSource,
-    cpu,
-)
-from lowtri.dispatch.prepared import PREPARED, prepared_call
+from lowtri.dispatch.prepared import PREPARED
 from lowtri.integrations.flex import flex_attention
 from lowtri.integrations.torch import switch
-from lowtri.ops.call import CallOptions
 
 pytestmark = [
     pytest.mark.not_emulated,
@@ -179,16 +174,6 @@ def test_modules(make: type[torch.nn.Module], nq: int) -> None:
         for a, b in zip(found, right, strict=True):
             assert (a is None) == (b is None)
             assert a is None or same_to_rounding([a], [b], 64), call + 1
-
-
-def test_a_call_for_other_keys_keeps_all_properties_of_its_source() -> None:
-    PREPARED.clear()
-    for nk in (8, 9):
-        q, k, v = draw(nq=4, nk=nk, d=16, dv=16)
-        ready, _ = prepared_call(q, k, v, "causal", CallOptions())
-        assert (type(ready.prepared) is cpu.CpuDecode) == (nk == 8)  # the second is derived from the first
-        assert ready.prepared.gradient_source() is GradientSource.LSE and not ready.prepared.checks_values()
-        assert (ready.backend, ready.checks_values, ready.differentiates) == ("cpu", False, False)
 
 
 def test_a_log_sum_exp_that_nobody_computed_is_never_used() -> None:

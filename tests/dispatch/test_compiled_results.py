@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import draw
-from programs import compiled, leaves, outcome, same, same_to_rounding
+from programs import Attend, compiled, leaves, outcome, same, same_to_rounding
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -108,30 +108,23 @@ def test_a_checkpoint_inside_of_the_program_drops_the_same_weights_again() -> No
 
 
 def test_an_exported_program_draws_anew_in_each_call() -> None:
-    class Module(torch.nn.Module):
-        def forward(self, q: Any, k: Any, v: Any) -> Any:
-            return attention(q, k, v, "causal", dropout=0.5, return_received=True)
-
+    module = Attend("causal", dropout=0.5, return_received=True)
     inputs = [x.detach() for x in leaves()]
-    program = torch.export.export(Module(), tuple(inputs)).module()
+    program = torch.export.export(module, tuple(inputs)).module()
     torch.manual_seed(0)
     first, second = program(*inputs), program(*inputs)
     torch.manual_seed(0)
     for found in (first, second):
-        right = Module()(*inputs)
+        right = module(*inputs)
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
     assert not torch.equal(first[0], second[0])
 
 
 def test_an_exported_program_can_be_trained_where_its_example_was_not() -> None:
-    class Module(torch.nn.Module):
-        def forward(self, q: Any, k: Any, v: Any) -> Any:
-            return attention(q, k, v, "causal")
-
     for strict in (True, False):
-        program = torch.export.export(Module(), tuple(x.detach() for x in leaves()), strict=strict).module()
+        program = torch.export.export(Attend("causal"), tuple(x.detach() for x in leaves()), strict=strict).module()
         inputs = leaves(seed=1)
-        assert same_to_rounding(outcome(program, inputs)[1], outcome(Module(), inputs)[1])
+        assert same_to_rounding(outcome(program, inputs)[1], outcome(Attend("causal"), inputs)[1])
 
 
 def test_torchs_own_dropout_is_repeatable_by_name() -> None:

@@ -11,11 +11,11 @@ import torch
 from attention_cases import DTYPES, EPS, draw, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from subprocesses import printed
 from torch.utils.checkpoint import checkpoint
 
 import lowtri
 from lowtri.ops import dropout
-from processes import printed
 
 ENGINES = ("cpu", "formula", "reference")
 MASKS: tuple[Any, ...] = (

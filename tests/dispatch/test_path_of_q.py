@@ -112,6 +112,5 @@ def test_a_token_of_a_cache_runs_few_files_in_every_layer(mask: str, rows: int, 
             most = max(most, *ran)
         calls.append(len(PREPARED))
     assert 0 < most <= files, most
-    assert (
-        calls[-1] - calls[0] <= 2
-    )  # a cache that turns contiguous positions into others is a second call; growth is none
+    # A cache that turns contiguous positions into others is a second call; growth is none.
+    assert calls[-1] - calls[0] <= 2

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from programs import compiled, leaves, outcome, same
+from programs import Attend, compiled, leaves, outcome, same
 from random_masks import Case, cases
 from torch import nn
 
@@ -91,17 +91,6 @@ def test_autocast_is_at_the_door_of_the_program() -> None:
     assert found.dtype == torch.bfloat16 and torch.equal(found, right)
 
 
-class Attend(nn.Module):
-    """The mask is one of its own, or made of labels that come with the call."""
-
-    def __init__(self, mask: Any = None) -> None:
-        super().__init__()
-        self.mask = mask
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None = None) -> Any:
-        return attention(q, k, v, self.mask if ids is None else causal() & documents(ids))
-
-
 def test_exported_with_its_mask_and_stored() -> None:
     module, file = Attend(PACKED), io.BytesIO()
     torch.export.save(torch.export.export(module, tuple(inputs())), file)
@@ -141,7 +130,11 @@ def test_a_strict_export_refuses_what_it_would_lose() -> None:
 
 
 def test_exported_with_labels_as_an_input() -> None:
-    module = Attend()
+    class Packed(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return attention(q, k, v, causal() & documents(ids))
+
+    module = Packed()
     program = torch.export.export(module, (*inputs(), IDS)).module()
     x = inputs(seed=1)
     assert torch.equal(program(*x, 1 - IDS), module(*x, 1 - IDS))
@@ -251,9 +244,8 @@ def test_gradients_of_gradients_are_refused() -> None:
     x = inputs()
     program = compiled(lambda q, k, v: attention(q, k, v, "causal", engine="cpu"), "eager")
     grads = torch.autograd.grad(program(*x).sin().sum(), x, create_graph=True)
-    with pytest.raises(
-        RuntimeError, match=r"lowtri.attention_backward: a compiled program has no gradients of gradients"
-    ):
+    words = r"lowtri.attention_backward: a compiled program has no gradients of gradients"
+    with pytest.raises(RuntimeError, match=words):
         grads[0].sum().backward()
 
 

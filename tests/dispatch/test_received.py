@@ -12,10 +12,10 @@ import torch
 from attention_cases import DTYPES, EPS, draw, on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from subprocesses import printed
 
 import lowtri
 from lowtri import CallError
-from processes import printed
 
 ENGINES = ("cpu", "formula", "reference")
 BOTH: dict[str, Any] = {"return_weights": True, "return_received": True}
@@ -192,9 +192,8 @@ def test_gradients_beside_weights_and_through_them(engine: str) -> None:
 def test_a_gradient_of_received_weights_raises(engine: str) -> None:
     x = [t.requires_grad_() for t in draw(nq=70, nk=70)]
     received = lowtri.attention(*x, "causal", engine=engine, return_received=True)[1]
-    with pytest.raises(
-        CallError, match=r"return_received=True has no gradient.*\n.*Fix: \.detach\(\).*return_weights=True"
-    ):
+    words = r"return_received=True has no gradient.*\n.*Fix: \.detach\(\).*return_weights=True"
+    with pytest.raises(CallError, match=words):
         received.sum().backward()
     with torch.no_grad():
         assert not lowtri.attention(*x, "causal", engine=engine, return_received=True)[1].requires_grad
@@ -215,7 +214,7 @@ def test_the_kernels_return_weights() -> None:
 
 MEMORY = """
     import torch, lowtri
-    from processes import peak_of_process
+    from subprocesses import peak_of_process
     torch.set_num_threads(1)
     x = torch.randn(3, 1, 1, 20_000, 16)
     lowtri.attention(*x[..., :200, :], "causal", return_received=True)

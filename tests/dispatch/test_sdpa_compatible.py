@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 from attention_cases import near
+from subprocesses import printed
 from torch.nn.attention.bias import causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 from lowtri import CallError
 from lowtri import scaled_dot_product_attention as ours
 from lowtri.dispatch import sdpa_compatible
-from processes import printed
 
 FRONTS = {2: (), 3: (4,), 4: (3, 4), 5: (2, 3, 4)}  # the dimensions before (L, E)
 LENGTHS = [(6, 6), (4, 7), (7, 4), (1, 7), (6, 1)]

@@ -1,7 +1,7 @@
 """Common code and its lowtri equivalent: the groups of docs/from-a-notebook.md, and those that are too long for the page.
 
 A group is a comment, statements, and two expressions: common code first, then lowtri's, which must give the same value.
-What other libraries mean by the same words is in test_conventions.py and test_conventions_flash_attn.py.
+What other libraries mean by the same words is in test_conventions.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pages of the site: every block of Python runs, page by page from top to bottom, and prints what the page shows."""
+"""The README and the pages of the site: every block of Python runs, from top to bottom, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ import lowtri
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```\n((?:\n(?: {4}[^\n]*\n)+)?)", re.S | re.M)
-ELSEWHERE = {"from-a-notebook.md", "start.md"}  # their own tests run their blocks
+ELSEWHERE = {"from-a-notebook.md"}  # its own tests run its blocks
+README = "../README.md"
+ALONE = {README, "start.md"}  # a block needs nothing of the blocks above it
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -26,7 +28,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
 
 
-PAGES = [
+PAGES = [README] + [
     page
     for path in sorted(DOCS.rglob("*.md"))
     if blocks(page := path.relative_to(DOCS).as_posix()) and page not in ELSEWHERE
@@ -90,13 +92,16 @@ def test_every_block_runs(
     monkeypatch.chdir(tmp_path)
     for code, shown in blocks(page):
         capsys.readouterr()
-        exec(compile(code, f"docs/{page}", "exec"), given)
+        exec(compile(code, f"docs/{page}", "exec"), {} if page in ALONE else given)
+        printed = capsys.readouterr().out
         if shown and not re.match(r"\s*(lowtri|pytest) ", shown):  # else commands, or what the block printed
-            assert capsys.readouterr().out.split() == shown.split(), code
+            assert printed.split() == shown.split(), code
+        assert printed or page != "start.md"
 
 
 def test_the_guides_are_there() -> None:
     assert {"masks.md", "cache.md", "audit.md", "libraries.md", "fast.md", "parallel.md"} <= set(PAGES)
+    assert len(blocks("start.md")) == 4 == (DOCS / "start.md").read_text(encoding="utf-8").count("\n## ")
 
 
 def test_the_plan_that_the_page_shows() -> None:

@@ -218,13 +218,8 @@ def test_a_run_prints_its_losses_and_a_sample_and_its_folder_loads(
         assert re.fullmatch(rf"step {step}: loss \d\.\d{{4}}, held out \d\.\d{{4}} nats a token", line)
     assert lines[3].startswith("9 green")
     folder = tmp_path / "new" / "out"
-    assert {path.name for path in folder.iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "run.json",
-        "state",
-    }
+    files_there = {"config.json", "model.safetensors", "tokenizer.json", "run.json", "state"}
+    assert {path.name for path in folder.iterdir()} == files_there
     from tokenizers import Tokenizer
 
     model, tokenizer = Decoder.load(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))

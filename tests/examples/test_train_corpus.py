@@ -82,13 +82,6 @@ def test_a_corpus_is_read_from_files_and_one_that_cannot_be_read_is_named(tmp_pa
         assert str(caught.value).startswith(str(path))
 
 
-def test_too_little_text_is_rejected() -> None:
-    with pytest.raises(
-        DataError, match=r"the text has 5 tokens, and one row takes 9.\nFix: more text, or a smaller context"
-    ):
-        Packed.of([[1, 2, 3, 4, 5]]).require(8)
-
-
 @pytest.fixture(scope="module")
 def python() -> list[Document]:
     return python_text()  # some seconds of parsing

@@ -51,13 +51,8 @@ def test_c_the_modes_compute_what_they_say(found: Experiment) -> None:
 
 def test_the_text_says_every_figure(found: Experiment) -> None:
     text = as_text(found)
-    for figure in (
-        found.masked.training,
-        found.unmasked.validation,
-        found.unmasked.stepwise,
-        found.unigram,
-        found.uniform,
-    ):
+    losses = (found.masked.training, found.unmasked.validation, found.unmasked.stepwise, found.unigram, found.uniform)
+    for figure in losses:
         assert f"{figure:.3f}" in text
     for shares in (found.masked.words, found.unmasked.words, found.real, found.letters):
         assert re.search(rf" {shares.words:.0%} +{shares.pairs:.0%} +{shares.counted:,}\n", text)

@@ -105,11 +105,7 @@ def calls_of(model: Any, **arguments: Any) -> list[Any]:
 
 def agrees(explanation: Any, call: Any, row: int, head: int, tolerance: float = 2e-6) -> None:
     group = call.query.shape[1] // call.key.shape[1]
-    expected = {
-        "q": call.query[row, head],
-        "k": call.key[row, head // group],
-        "v": call.value[row, head // group],
-    }
+    expected = {"q": call.query[row, head], "k": call.key[row, head // group], "v": call.value[row, head // group]}
     for name, x in expected.items():
         np.testing.assert_array_equal(explanation[name].value, x.double().numpy(), err_msg=name)
     sees = explanation.visible.any(-1)
@@ -353,58 +349,50 @@ def test_a_mask_that_is_no_table_is_refused(registered: Any) -> None:
         lowtri.explain(made(llama, "blocks"), IDS[0])
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: lowtri.explain(made(llama, "sdpa"), IDS[0], layer=3), "there is no layer 3 among 3. Fix: 0 to 2."),
-        (lambda: lowtri.explain(made(llama, "sdpa"), IDS[0], layer=-1), "there is no layer -1 among 3. Fix: 0 to 2."),
-        (
-            lambda: lowtri.explain(made(llama, "sdpa"), IDS[0], head=4),
-            "there is no head 4 among 4. Fix: head from 0 to 3.",
-        ),
-        (
-            lambda: lowtri.explain(made(llama, "sdpa"), IDS, batch=2),
-            "there is no batch row 2 among 2. Fix: batch from 0 to 1.",
-        ),
-        (
-            lambda: lowtri.explain(made(llama, "sdpa")),
-            "ids are missing: what the model reads, (N,). Fix: explain(model, ids).",
-        ),
-        (lambda: lowtri.explain(made(llama, "sdpa"), [0.5]), "ids are (1, 1) torch.float32, but one sequence is (N,)"),
-        (lambda: lowtri.explain(made(llama, "sdpa"), []), "ids are (1, 0) torch.float32, but one sequence is (N,)"),
-        (lambda: lowtri.explain(made(llama, "sdpa"), IDS[0], heads=2), "position and heads are for a module with W_q"),
-        (
-            lambda: lowtri.explain(made(llama, "sdpa"), IDS[0], mask="full"),
-            "LlamaForCausalLM is not switched to lowtri's attention, so that it cannot take mask=full.\n"
-            "Fix: lowtri.integrations.transformers.switch(model)",
-        ),
-        (
-            lambda: lowtri.explain(
-                made(llama, "lowtri"), {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, mask="full"
-            ),
-            "got mask= and inputs with an attention_mask. Fix: use(model, mask=...)",
-        ),
-        (
-            lambda: lowtri.explain(bart(), IDS[0]),
-            "BartModel is an encoder-decoder, in which a layer number names three attentions.\n"
-            "Fix: explain(model.get_encoder(), ids), or explain(model.get_decoder(), ids)",
-        ),
-        (
-            lambda: lowtri.explain(made(bloom, "eager"), IDS[0]),
-            "BloomForCausalLM has attention code of its own: no layer asked transformers' attention interface.\n"
-            "Fix: explain((q, k, v), mask=...) with what its attention receives.",
-        ),
-        (
-            lambda: lowtri.explain(
-                bart().eval().get_decoder(), {"input_ids": IDS[0], "encoder_hidden_states": torch.randn(1, 3, 32)}
-            ),
-            "layer 0 of BartDecoder has 2 attentions.",
-        ),
-    ],
+PADDED = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+NO_IDS = "ids are missing: what the model reads, (N,). Fix: explain(model, ids)."
+NOT_SWITCHED = (
+    "LlamaForCausalLM is not switched to lowtri's attention, so that it cannot take mask=full.\n"
+    "Fix: lowtri.integrations.transformers.switch(model)"
 )
-def test_errors(call: Any, words: str) -> None:
+TWO_STACKS = (
+    "BartModel is an encoder-decoder, in which a layer number names three attentions.\n"
+    "Fix: explain(model.get_encoder(), ids), or explain(model.get_decoder(), ids)"
+)
+OWN_CODE = (
+    "BloomForCausalLM has attention code of its own: no layer asked transformers' attention interface.\n"
+    "Fix: explain((q, k, v), mask=...) with what its attention receives."
+)
+
+
+ERRORS = [
+    (llama, "sdpa", IDS[0], {"layer": 3}, "there is no layer 3 among 3. Fix: 0 to 2."),
+    (llama, "sdpa", IDS[0], {"layer": -1}, "there is no layer -1 among 3. Fix: 0 to 2."),
+    (llama, "sdpa", IDS[0], {"head": 4}, "there is no head 4 among 4. Fix: head from 0 to 3."),
+    (llama, "sdpa", IDS, {"batch": 2}, "there is no batch row 2 among 2. Fix: batch from 0 to 1."),
+    (llama, "sdpa", None, {}, NO_IDS),
+    (llama, "sdpa", [0.5], {}, "ids are (1, 1) torch.float32, but one sequence is (N,)"),
+    (llama, "sdpa", [], {}, "ids are (1, 0) torch.float32, but one sequence is (N,)"),
+    (llama, "sdpa", IDS[0], {"heads": 2}, "position and heads are for a module with W_q"),
+    (llama, "sdpa", IDS[0], {"mask": "full"}, NOT_SWITCHED),
+    (llama, "lowtri", PADDED, {"mask": "full"}, "got mask= and inputs with an attention_mask. Fix: use(model, mask="),
+    (bart, "eager", IDS[0], {}, TWO_STACKS),
+    (bloom, "eager", IDS[0], {}, OWN_CODE),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "inputs", "options", "words"), ERRORS, ids=[row[-1][:40] for row in ERRORS]
+)
+def test_errors(kind: Any, attention: str, inputs: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(CallError, match=re.escape(words)):
-        call()
+        lowtri.explain(made(kind, attention), inputs, **options)
+
+
+def test_a_layer_with_two_attentions_is_named() -> None:
+    inputs = {"input_ids": IDS[0], "encoder_hidden_states": torch.randn(1, 3, 32)}
+    with pytest.raises(CallError, match=r"layer 0 of BartDecoder has 2 attentions\."):
+        lowtri.explain(bart().eval().get_decoder(), inputs)
 
 
 def test_a_layer_without_attention_is_named() -> None:

@@ -49,6 +49,8 @@ def test_maps_of_any_name(names: tuple[str, ...]) -> None:
     assert steps.warning == "" and "own output differs by" in steps.note
     assert np.allclose(steps["joined"], module(x).detach(), atol=1e-6) and steps["weights"].shape == (2, 5, 5)
     assert np.array_equal(steps["W_q^T"].shape, (2, 8, 4)), "as many heads as the module says"
+    assert steps["q"].formula == "encoding W_q^T + b_q"
+    assert np.allclose(steps["q"].value, steps["encoding"].value @ steps["W_q^T"].value + steps["b_q"].value)
 
 
 @pytest.mark.parametrize("joined", JOINED)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash_reference import attend, batch, rotated
+from flash_reference import attend, batch, rotated, visible
 from torch import Tensor
 
 import lowtri
@@ -21,6 +21,22 @@ from lowtri.integrations import flash_attn as ours
 from lowtri.integrations.flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 
 WINDOWS = [(-1, -1), (3, 0), (2, 4), (-1, 2), (5, -1), (0, 0)]
+
+
+def test_the_reference_draws_the_picture_of_flash_attn() -> None:
+    """
+    visible(6, 6, False, (2, 1)):
+
+        ██····
+        ███···
+        ████··
+        ·████·
+        ··████
+        ···███
+    """
+    lines = str(test_the_reference_draws_the_picture_of_flash_attn.__doc__).split()
+    drawn = [[square == "█" for square in line] for line in lines if set(line) == {"█", "·"}]
+    assert visible(6, 6, False, (2, 1)).tolist() == drawn
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

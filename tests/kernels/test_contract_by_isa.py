@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from subprocesses import python
 
 from lowtri.kernels import target
 from lowtri.kernels.isa import ALL
-from processes import python
 
 CASES = Path(__file__).with_name("contract_cases.py")
 

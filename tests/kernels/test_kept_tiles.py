@@ -6,9 +6,6 @@ import pytest
 import torch
 
 import lowtri
-from lowtri.kernels.abi import FORWARD, KEYS
-from lowtri.kernels.spec import KernelSpec
-from lowtri.kernels.target import ISA
 
 DTYPES = [torch.bfloat16, torch.float16]
 MASKS = ["causal", "causal & window(95)", "causal & documents(lengths=(97, 300, 193, 160))"]
@@ -35,20 +32,6 @@ def test_each_key_tile_has_its_own_numbers(dtype: torch.dtype, mask: str, size: 
         )
         actual = lowtri.attention(q, k, v, mask, engine="cpu")
         assert (actual.double() - exact).abs().max() <= 2 * (plain.double() - exact).abs().max()
-
-
-def test_large_tiles_have_fewer_slots() -> None:
-    for rows in ("bf16x2", "widened"):
-        spec = KernelSpec("bfloat16", rows, ISA)
-        for size in (48, 64, 128, 1040, 10**6):
-            tile, kept = (
-                KEYS * size * spec.number_bytes // spec.per_element,
-                FORWARD.thread(spec, {"head_dim": size, "value_dim": size}),
-            )
-            for name in ("kept_keys", "kept_values") if rows == "widened" else ("kept_values",):
-                slots = kept[name] // tile
-                assert slots >= 1 and slots * tile <= max(tile, 2**19)
-                assert (slots < 750 // KEYS) == (size > 512)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

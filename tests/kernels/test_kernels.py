@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import is_contract_precise
+from subprocesses import printed
 
 import lowtri
 from lowtri.backends.cpu import launch
 from lowtri.kernels import abi
-from processes import printed
 
 COMPARED = """
     import torch, lowtri

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from attention_cases import on_threads
+from subprocesses import peak_of_process, printed
 
 import lowtri
-from processes import peak_of_process, printed
 
 
 def qkv(nq: int, nk: int, seed: int = 0, d: int = 32) -> list[torch.Tensor]:

@@ -14,9 +14,9 @@ from lowtri.dispatch.prepared import PREPARED
 from lowtri.errors import EngineError
 from lowtri.kernels import spec, target
 from lowtri.kernels.isa import Amx, Avx2, Avx512Bf16
-from lowtri.kernels.spec import Array
 from lowtri.masks.plan import TILE_Q
 from lowtri.masks.tile import FULL
+from lowtri.ops.arguments import describe
 
 FEATURES = Avx512Bf16.features
 
@@ -92,7 +92,8 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("mask", ["causal & window(40)", "full", "causal & (window(9) | first(3))"])
 def test_bf16_is_as_exact_as_the_formula(rows: str, family: str, nq: int, d: int, mask: str) -> None:
     q, k, v = qkv(nq, 131, d, torch.bfloat16)
-    assert target.spec_of(family, "bfloat16", *(Array(x.stride(), d) for x in (q, k, v))).operand == rows
+    call, _ = describe(q, k, v, mask)
+    assert target.spec_of(family, "bfloat16", call.q, call.k, call.v).operand == rows
     d_output = qkv(nq, 131, d, torch.bfloat16, seed=1)[0]
 
     def results(engine: str, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from same_bits_cases import JOBS, same_bits
+from subprocesses import python
 from test_contract_by_isa import runs_here
 
 from lowtri.kernels.isa import ALL, PERMISSION
 from lowtri.kernels.target import ISA
-from processes import python
 
 SAMPLE = [name for name, job in JOBS.items() if job.function in ("read", "multiply")]
 

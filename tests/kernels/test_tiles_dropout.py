@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import EPS, draw
 
 import lowtri
+from lowtri.backends.cpu import forward, parts
+from lowtri.dispatch.prepared import PREPARED
+from lowtri.kernels.abi import KEYS
+from lowtri.masks.plan import plan
 
 MASKS = ("causal", "causal & window(40)", "full")
 
@@ -37,3 +42,21 @@ def test_outputs_gradients_weights_and_their_sums_on_tiles() -> None:
             for i, (one, two) in enumerate(zip(found["cpu"], found["reference"], strict=True)):
                 # Products on tiles of the emulation round as the CPU's do.
                 assert (one - two).abs().max() <= 8 * EPS["bfloat16"] * two.abs().max().clamp(min=1), (mask, n, i)
+
+
+@pytest.mark.usefixtures("tiles")
+def test_gradients_on_tiles_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one part but for rounding: dQ is read again in each round, and transposed."""
+    x = [t.requires_grad_() for t in draw(b=1, hq=2, hkv=1, nq=250, nk=400, d=40, dv=24, dtype="bfloat16")]
+    rows = parts.Rows(plan(lowtri.causal(), np.arange(150, 400), np.arange(400), tile_k=KEYS), 2)
+    cuts = [parts.uncut(rows), *(parts.with_fewest_rounds(rows, *parts.folded(8, 4), most) for most in (1000, 0))]
+    assert [cut.rounds for cut in cuts if cut is not None] == [1, 1, 4]
+    results = []
+    for cut in cuts:
+        monkeypatch.setattr(forward, "choose_cut", lambda *call, cut=cut: cut)
+        PREPARED.clear()
+        out = lowtri.attention(*x, "causal", engine="cpu")
+        results.append(torch.autograd.grad(out, x, torch.ones_like(out)))
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert (one - two).abs().max() <= 8 * EPS["bfloat16"] * one.abs().max()

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from processes import printed
+from subprocesses import printed
 
 TESTS = Path(__file__).parents[1]
 START = [str(TESTS / "kernels" / "amx_at_start"), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]

@@ -195,12 +195,19 @@ def test_a_pair_in_the_encoder_and_in_the_decoder(page: LessonPage) -> None:
 
 
 def test_every_stage_of_the_whole_way(page: LessonPage) -> None:
+    tokens = len(page.said("sentence.example").split())
+    steps_of = {"mask": "walk.masked.1", "values": "walk.output.1"}
     for stage in page.run("[...document.querySelectorAll('[data-stage]')].map((b) => b.dataset.stage)"):
         page.click(f"[data-stage={stage}]")
         assert page.text("#flow-figure .says") == re.sub(r"\[[qkvw]:([^\]]+)\]", r"\1", page.said(f"flow.{stage}.p"))
+        assert stage != "mask" or f"(1, {tokens}, {tokens})" in page.text("#flow-figure .shape")
         if not page.run("document.querySelector('#flow-figure [data-action=open]').hidden"):
             page.click("#flow-figure [data-action=open]")
+            if stage in steps_of:
+                assert page.text("[data-note=walk]") == page.said(steps_of[stage])
     assert page.run("document.querySelector('#bench .made').open"), "where q, k and v come from"
+    page.click("[data-stage=words]")
+    assert page.run("document.querySelector('#flow-figure [data-action=open]').hidden")
 
 
 def test_what_three_models_wrote(page: LessonPage) -> None:

@@ -216,19 +216,6 @@ def test_what_the_models_never_read(page: LessonPage) -> None:
     assert note(page, "text") == page.said("live.note")
 
 
-def test_the_whole_way_opens_into_the_steps(page: LessonPage) -> None:
-    tokens = page.run("Lesson.data.sentences.example.length")
-    for stage, shape, walk in (("mask", f"(1, {tokens}, {tokens})", "walk.masked.1"), ("values", "", "walk.output.1")):
-        page.click(f"[data-stage={stage}]")
-        assert shape in page.text("#flow-figure .shape")
-        assert page.text("#flow-figure .says") in re.sub(r"\[[qkvw]:([^\]]+)\]", r"\1", page.said(f"flow.{stage}.p"))
-        page.click("#flow-figure [data-action=open]")
-        assert page.text("[data-note=walk]") == page.said(walk)
-    page.click("[data-walk=start]")
-    page.click("[data-stage=words]")
-    assert page.run("document.querySelector('#flow-figure [data-action=open]').hidden")
-
-
 def test_the_shapes_are_those_of_the_program(page: LessonPage, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in (("b", 3), ("h", 4), ("t", 6), ("d", 3)):
         page.change(f"#shapes-{name}", value)

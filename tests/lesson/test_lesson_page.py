@@ -222,9 +222,8 @@ def test_the_pages_share_their_style() -> None:
     assert shared_style(":root") in page
     for name in ("INK", "SOFT", "QUERY", "KEY", "VALUE", "VISIBLE", "LEAK", "HATCH"):
         colour = getattr(palette, name)
-        assert (
-            page.count(f": {colour.light}") >= 2 and page.count(f": {colour.dark}") >= 2
-        )  # the system's, and the button's
+        # The system's, and the button's.
+        assert page.count(f": {colour.light}") >= 2 and page.count(f": {colour.dark}") >= 2
     explained = lowtri.explain(scores=np.zeros((2, 2)), mask="causal").to_html()
     sizes = re.search(r"\{ (--s0: .*?) \}", shared_style(":root"), re.S)
     assert (

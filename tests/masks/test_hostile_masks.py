@@ -17,12 +17,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from subprocesses import printed
 
 from lowtri import masks as lt
 from lowtri.errors import MaskError
 from lowtri.masks import POSITION_MAX, Mask
 from lowtri.masks.text import _parsed
-from processes import printed
 
 LONGEST = 65_536
 SLOWNESS = float(os.environ.get("TEST_SLOWNESS", 1))  # of an emulator

@@ -190,9 +190,8 @@ def test_positions_outside_of_a_table_raise() -> None:
     assert m.tile(1, 3, 0, 3) == FULL
     assert m.tile(0, 9, 0, 9) == PARTIAL
     for q, k in [(0, 0), (3, 0), (1, 3)]:
-        with pytest.raises(
-            MaskError, match=r"has rows for the queries 1 \.\. 2 and columns for the keys 0 \.\. 2, but the call has"
-        ):
+        words = r"has rows for the queries 1 \.\. 2 and columns for the keys 0 \.\. 2, but the call has"
+        with pytest.raises(MaskError, match=words):
             m(q, k)
     assert table(np.ones((3, 2), bool)).dense(3, 2).all()  # more rows than columns count from 0
     assert not m(-1, 9 - 10)  # no token, no row
@@ -331,9 +330,8 @@ def test_masks_of_arrays_print_shape_and_digest() -> None:
     assert repr(ids).startswith("documents(<2x2 int64 ")
     assert len(repr(table(np.ones((4096, 4096), bool)))) < 50
     assert repr(documents([0, 1])) != repr(documents([0, 2]))
-    with pytest.raises(
-        MaskError, match=r"stands for an array or a function, which a text cannot hold\. Fix: pass the mask"
-    ):
+    words = r"stands for an array or a function, which a text cannot hold\. Fix: pass the mask"
+    with pytest.raises(MaskError, match=words):
         mask(repr(causal() & ids))
 
 

@@ -68,9 +68,8 @@ def test_with_positions_the_row_may_go_on_but_not_past_its_end() -> None:
 
 
 def test_a_cache_needs_an_open_end_and_equals_the_full_forward() -> None:
-    with pytest.raises(
-        MaskError, match=r"(?s)KVCache: .* end after 8 tokens, but the sequence grows.\nFix: .*open_end=True"
-    ):
+    words = r"(?s)KVCache: .* end after 8 tokens, but the sequence grows.\nFix: .*open_end=True"
+    with pytest.raises(MaskError, match=words):
         KVCache("causal & documents(lengths=[3, 5])")
     growing = lowtri.causal() & documents(lengths=[3, 2], open_end=True)
     cache = KVCache(growing, block=1)
@@ -103,9 +102,8 @@ def test_text_pickle_and_serialisation_keep_the_end(lengths: list[int], open_end
     assert mask != lowtri.causal() & documents(lengths=lengths, open_end=not open_end)
     # Tiles and pictures have an answer for every position, whether or not the row ends.
     end = sum(lengths)
-    assert (
-        mask.tile(end, end + 9, end, end + 9) == lowtri.Tile.PARTIAL and len(mask.draw(end + 3).splitlines()) == end + 3
-    )
+    assert mask.tile(end, end + 9, end, end + 9) == lowtri.Tile.PARTIAL
+    assert len(mask.draw(end + 3).splitlines()) == end + 3
 
 
 @pytest.mark.not_emulated

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_masks import SIZE, Case, cases
 
-from lowtri.masks import causal, first, full, keys, strided, window
 from lowtri.masks.plan import plan
 from lowtri.masks.ranges import key_ranges, keys_seen, queries_that_see
 
@@ -34,17 +33,3 @@ def test_ranges_are_those_of_the_table(case: Case, nq: int, nk: int, most: int, 
         assert sum(part.sum() for part in shown) == tables.sum(), "ranges do not overlap"
     np.testing.assert_array_equal(queries_that_see(p), tables.any(axis=2))
     np.testing.assert_array_equal(keys_seen(p), tables.any(axis=1))
-
-
-def test_the_number_of_ranges_over_many_tiles() -> None:
-    n = 400
-    for mask, number in (
-        (full(), 1),
-        (causal() & window(100), 1),
-        (causal() & (window(100) | first(3)), 2),
-        (causal() & strided(3), None),
-        (causal() & keys(np.arange(n) % 200 > 50), 2),
-    ):
-        p = plan(mask, np.arange(n), np.arange(n))
-        assert (key_ranges(p, 1) is not None) == (number == 1)
-        assert (key_ranges(p, 2) is not None) == (number is not None)

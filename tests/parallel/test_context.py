@@ -7,22 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import on_ranks
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from on_ranks import (
-    Case,
-    absent,
-    attention_case,
-    bias_function,
-    bias_under_autocast,
-    functions_as_masks,
-    hidden_garbage,
-    killed,
-    round_trip,
-    wrong_arguments,
-)
+from on_ranks import Case, bias_function
 from random_masks import HEADS, ROWS
 from ranks import Ranks
 from shard_cases import shard_masks
@@ -105,7 +95,7 @@ def test_random_masks(ranks: Ranks, mask: lt.Mask, n: int, size: int, data: st.D
         options=data.draw(st.sampled_from([{}, {"softcap": 2.0}, {"scale": 0.3}]), "options"),
         context=data.draw(st.sampled_from([{}, {"overlap": False}, {"overlap": True}, {"keep": True}]), "context"),
     )
-    compare(case, ranks.run(attention_case, case, size=size), 1e-12)
+    compare(case, ranks.run(on_ranks.attention_case, case, size=size), 1e-12)
 
 
 IDS = np.stack([np.repeat(np.arange(5), [100, 300, 7, 200, 93]), np.repeat(np.arange(3), [300, 50, 350])])
@@ -125,7 +115,7 @@ CASES = {
 def test_kernels(ranks: Ranks, name: str, dtype: str) -> None:
     """In bf16 the error is at most what the contract of precision allows one process, for outputs and gradients."""
     case = replace(CASES[name], dtype=dtype)
-    parts = ranks.run(attention_case, case, size=3)
+    parts = ranks.run(on_ranks.attention_case, case, size=3)
     if dtype == "float64":
         return compare(case, parts, 1e-12)
     found, exact, plain = put_together(case, parts), one_process(case), one_process(case, torch.bfloat16)
@@ -141,7 +131,9 @@ def test_kernels(ranks: Ranks, name: str, dtype: str) -> None:
 def test_a_layer_keeps_its_own_tokens_only(ranks: Ranks) -> None:
     """q, k, v, the output and its log-sum-exp: not more where more keys are received."""
     near, far = (Case(mask, 512, hq=2, hkv=2) for mask in ("causal & window(10)", "full"))
-    few, many, kept = (ranks.run(attention_case, case) for case in (near, far, replace(far, context={"keep": True})))
+    few, many, kept = (
+        ranks.run(on_ranks.attention_case, case) for case in (near, far, replace(far, context={"keep": True}))
+    )
     own = 128 * 2 * (8 * 4 + 1) * 8  # bytes: tokens, heads, numbers, float64
     assert [part["kept"] for part in few] == [part["kept"] for part in many] == [own] * 4
     assert all(part["kept"] == own + 512 * 2 * 16 * 8 for part in kept)
@@ -149,19 +141,19 @@ def test_a_layer_keeps_its_own_tokens_only(ranks: Ranks) -> None:
 
 
 def test_a_bias_is_not_computed_in_half_types(ranks: Ranks) -> None:
-    assert ranks.run(bias_under_autocast, size=1) == [torch.float32]
+    assert ranks.run(on_ranks.bias_under_autocast, size=1) == [torch.float32]
 
 
 def test_garbage_that_nobody_sees_changes_nothing(ranks: Ranks) -> None:
-    assert max(map(max, ranks.run(hidden_garbage))) < 1e-12
+    assert max(map(max, ranks.run(on_ranks.hidden_garbage))) < 1e-12
 
 
 def test_masks_of_functions(ranks: Ranks) -> None:
-    assert max(map(max, ranks.run(functions_as_masks))) < 1e-12
+    assert max(map(max, ranks.run(on_ranks.functions_as_masks))) < 1e-12
 
 
 def test_shard_and_unshard(ranks: Ranks) -> None:
-    assert ranks.run(round_trip, size=3) == [True] * 3
+    assert ranks.run(on_ranks.round_trip, size=3) == [True] * 3
 
 
 WORDS = {
@@ -185,7 +177,7 @@ WORDS = {
 
 
 def test_every_error_is_raised_on_every_rank(ranks: Ranks) -> None:
-    results = ranks.run(wrong_arguments, size=3)
+    results = ranks.run(on_ranks.wrong_arguments, size=3)
     assert list(results[0]) == list(WORDS)
     for rank, messages in enumerate(results):
         for name, message in messages.items():
@@ -197,12 +189,12 @@ def test_every_error_is_raised_on_every_rank(ranks: Ranks) -> None:
 def test_a_missing_rank_is_noticed_and_named_on_rank_0_and_a_killed_one_is_noticed_at_once() -> None:
     group = Ranks(3)
     try:
-        results = group.run(absent, 1)
+        results = group.run(on_ranks.absent, 1)
         for rank in (0, 2):
             message = r"ContextParallel: a process of the group has ended, or did not answer.*\nFix: "
             assert re.match(message, results[rank], re.S)
         assert "Ranks 1 failed" in results[0]
-        group.start(killed, 1)
+        group.start(on_ranks.killed, 1)
         results = group.results(30)  # gloo's time-out is a minute
         for rank in (0, 2):
             assert re.match(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from processes import printed
+from subprocesses import printed
 
 __all__ = ["code", "loops"]
 

@@ -8,7 +8,21 @@ from typing import Any
 import torch
 from attention_cases import draw
 
-__all__ = ["compiled", "leaves", "outcome", "same", "same_to_rounding"]
+import lowtri
+
+__all__ = ["Attend", "compiled", "leaves", "outcome", "same", "same_to_rounding"]
+
+
+class Attend(torch.nn.Module):
+    """A module that calls attention with this mask and these options."""
+
+    def __init__(self, mask: Any, **options: Any) -> None:
+        super().__init__()
+        self.mask = mask
+        self.options = options
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        return lowtri.attention(q, k, v, self.mask, **self.options)
 
 
 def leaves(nq: int = 20, nk: int = 20, seed: int = 0, dtype: str = "float32") -> list[torch.Tensor]:

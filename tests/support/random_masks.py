@@ -51,19 +51,16 @@ def formulas(draw: st.DrawFn) -> Case:
     n = draw(small)
     a = draw(st.integers(0, 8))
     b = draw(st.integers(0, 8))
-    return draw(
-        st.sampled_from(
-            [
-                Case(lt.full(), lambda q, k, *_: True),
-                Case(lt.causal(), lambda q, k, *_: k <= q),
-                Case(lt.window(n), lambda q, k, *_: q - n < k <= q),
-                Case(lt.band(a, b), lambda q, k, *_: q - a <= k <= q + b),
-                Case(lt.first(n), lambda q, k, *_: k < n),
-                Case(lt.chunks(n), lambda q, k, *_: q // n == k // n),
-                Case(lt.strided(n), lambda q, k, *_: (q - k) % n == 0),
-            ]
-        )
-    )
+    made = [
+        Case(lt.full(), lambda q, k, *_: True),
+        Case(lt.causal(), lambda q, k, *_: k <= q),
+        Case(lt.window(n), lambda q, k, *_: q - n < k <= q),
+        Case(lt.band(a, b), lambda q, k, *_: q - a <= k <= q + b),
+        Case(lt.first(n), lambda q, k, *_: k < n),
+        Case(lt.chunks(n), lambda q, k, *_: q // n == k // n),
+        Case(lt.strided(n), lambda q, k, *_: (q - k) % n == 0),
+    ]
+    return draw(st.sampled_from(made))
 
 
 def rows_of(entries: st.SearchStrategy) -> st.SearchStrategy[list]:

@@ -6,6 +6,7 @@ called by the same one.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -69,6 +70,20 @@ def real_keys(given: Any) -> list[int]:
     return given.visible.any(2)[:, 0].sum(-1).tolist()
 
 
+def window_of(given: Any) -> tuple[int, int] | None:
+    """How many keys before and after its own a query sees, where the mask is a window; None where it is another."""
+    text = given.case.text
+    if match := re.fullmatch(r"causal & window\((\d+)\)", text):
+        return int(match[1]) - 1, 0
+    return (3, 2) if text == "band(3, 2)" else None
+
+
+def document_lengths(given: Any) -> list[int] | None:
+    """The lengths of the documents of a mask; None where it has none."""
+    found = re.search(r"documents\(lengths=\[([\d, ]+)\]\)", given.case.text)
+    return None if found is None else [int(length) for length in found[1].split(",")]
+
+
 # torch's function, told that it is causal: alone, or beside a mask.
 
 
@@ -122,20 +137,14 @@ def flash_packed(attend: Any, given: Any) -> Any:
 def flash_varlen(attend: Any, given: Any) -> Any:
     """Each document of each row of the batch is a sequence; a padded row is a shorter one."""
     only(given, "scale", "softcap", "grouped heads", "values of another size")
-    case, documents = given.case, "documents(lengths="
+    case, documents = given.case, document_lengths(given)
     if case.b == 0:
         raise NotImplementedError("an empty batch")
     if case.text == "padding left":
         return _flash_ragged(attend, given)
-    lengths = [case.nk]
-    if documents in case.text:
-        if case.text.startswith("causal"):
-            lengths = [7, 1, 22, 7]
-        else:
-            lengths = [20, 17]
-        assert f"{documents}{lengths})" in case.text
-    options = flash_options(given, *([case.text] if documents in case.text else []))
-    queries = [case.nq] if lengths == [case.nk] else lengths
+    lengths = documents or [case.nk]
+    options = flash_options(given, *([case.text] if documents else []))
+    queries = documents or [case.nq]
     edges = [torch.tensor([0, *n * case.b]).cumsum(0).int() for n in (queries, lengths)]
     packed = (x.transpose(1, 2).flatten(0, 1) for x in (given.q, given.k, given.v))
     output = attend(*packed, *edges, max(queries), max(lengths), **options)
@@ -262,14 +271,9 @@ def flash_options(given: Any, *others: str) -> dict[str, Any]:
     case = given.case
     causal = case.text.startswith("causal") or case.text == "padding left"
     options: dict[str, Any] = {"softmax_scale": case.scale, "causal": causal}
-    windows = {
-        "causal & window(5)": (4, 0),
-        "causal & window(8)": (7, 0),
-        "causal & window(64)": (63, 0),
-        "band(3, 2)": (3, 2),
-    }
-    if case.text in windows:
-        options["window_size"] = windows[case.text]
+    window = window_of(given)
+    if window is not None:
+        options["window_size"] = window
     elif case.text not in ("causal", "full", *others):
         raise NotImplementedError(f"mask {case.text}")
     if case.softcap is not None:
@@ -398,39 +402,36 @@ def lowtri_module(attend: Any, given: Any) -> Any:
     keys = torch.eye(2 * width, dtype=given.q.dtype)
     module.k_proj.weight.data, module.v_proj.weight.data = keys[:width], keys[width:]
     q, k, v = (x.transpose(1, 2).flatten(2) for x in (given.q, given.k, given.v))
-    positions = range(
-        max(0, case.nk - case.nq), max(case.nq, case.nk)
-    )  # as lowtri.attention: the last query at the last key
+    # As lowtri.attention: the last query at the last key.
+    positions = range(max(0, case.nk - case.nq), max(case.nq, case.nk))
     return module(q, torch.cat([k, v], 2), positions=positions).unflatten(2, (case.hq, case.d)).transpose(1, 2)
 
 
 def transformers_call(written: str, attend: Any, given: Any) -> Any:
-    """The function that transformers calls: its mask is a table of bools, or of numbers to add; tokens first in the output."""
+    """The function that transformers calls; tokens first in the output.
+
+    Args:
+        written: "bools", its mask is a table of bools; "-inf" and "least", of numbers to add; "nothing", the layer has no mask, and is
+            causal from the first key on, or sees everything.
+    """
     only(given, "scale", "softcap", "bias", "sinks", "grouped heads", "values of another size")
     case, module = given.case, nn.Module()
     module.num_key_value_groups = case.hq // case.hkv  # type: ignore[assignment]
     module.is_causal = False  # type: ignore[assignment]
+    options = {"softcap": case.softcap, "s_aux": given.sinks}
+    options = {name: value for name, value in options.items() if value is not None}
     mask = given.visible
-    if given.bias is not None or written != "bools":
+    if written == "nothing":
+        options["is_causal"] = case.text == "top left" or (case.text == "causal" and case.nq == case.nk)
+        if given.bias is not None or not (options["is_causal"] or case.text == "full"):
+            raise NotImplementedError(f"mask {case.text}")
+    elif given.bias is not None or written != "bools":
         least = -torch.inf if written != "least" or given.bias is not None else torch.finfo(given.q.dtype).min
         bias = torch.zeros((), dtype=given.q.dtype) if given.bias is None else given.bias
         mask = bias.expand(mask.shape).masked_fill(~mask, least)
-    options = {"softcap": case.softcap, "s_aux": given.sinks}
-    options = {name: value for name, value in options.items() if value is not None}
-    mask = None if case.text == "full" and given.bias is None else mask
+    if written == "nothing" or (case.text == "full" and given.bias is None):
+        mask = None
     return attend(module, given.q, given.k, given.v, mask, scaling=given.scale, **options)[0].transpose(1, 2)
-
-
-def transformers_causal(attend: Any, given: Any) -> Any:
-    """A layer without a mask is causal from the first key on, or sees everything."""
-    only(given, "scale", "softcap", "sinks", "grouped heads", "values of another size")
-    case, module = given.case, nn.Module()
-    causal = case.text == "top left" or (case.text == "causal" and case.nq == case.nk)
-    if not (causal or case.text == "full"):
-        raise NotImplementedError(f"mask {case.text}")
-    options = {"softcap": case.softcap, "s_aux": given.sinks}
-    result = attend(module, given.q, given.k, given.v, None, scaling=given.scale, is_causal=causal, **options)
-    return result[0].transpose(1, 2)
 
 
 def transformers_masks(attend: Any, given: Any) -> Any:
@@ -445,15 +446,13 @@ def transformers_masks(attend: Any, given: Any) -> Any:
     packed, both = masking_utils.packed_sequence_mask_function, masking_utils.and_masks
     if case.nq > case.nk or 0 in given.visible.shape:
         raise NotImplementedError("more queries than keys")
-    ids = torch.tensor([7, 1, 22, 7] if text.startswith("causal") else [20, 17])
-    ids = torch.arange(len(ids)).repeat_interleave(ids).expand(case.b, -1)
+    documents = torch.tensor(document_lengths(given) or [case.nk])
+    ids = torch.arange(len(documents)).repeat_interleave(documents).expand(case.b, -1)
     functions: dict[str, Any] = {
         "causal": causal,
         "full": masking_utils.bidirectional_mask_function,
         "band(3, 2)": lambda b, h, q, k: (k >= q - 3) & (k <= q + 2),
-        "causal & window(5)": both(causal, sliding(5)),
-        "causal & window(8)": both(causal, sliding(8)),
-        "causal & window(64)": both(causal, sliding(64)),
+        **{f"causal & window({n})": both(causal, sliding(n)) for n in (5, 8, 64)},
         "causal & chunks(8)": both(causal, masking_utils.chunked_overlay(8, torch.zeros(case.b, dtype=torch.int64))),
         "causal & strided(3)": lambda b, h, q, k: (q >= k) & ((q - k) % 3 == 0),
         "causal | first(5)": masking_utils.or_masks(causal, lambda b, h, q, k: k < 5),
@@ -530,8 +529,8 @@ def _mask_mod(given: Any) -> Callable[..., Any]:
         table = given.visible
         return lambda b, h, q, k: table[b, h, q, k]
     real = given.visible.any(2)[:, 0]
-    ids = torch.tensor({41: [7, 1, 22, 7], 27: [20, 17]}.get(len(text), [90, 70, 40]))
-    ids = torch.arange(len(ids)).repeat_interleave(ids)
+    documents = document_lengths(given)
+    ids = torch.arange(len(documents or [])).repeat_interleave(torch.tensor(documents or [], dtype=torch.int64))
     formulas: dict[str, Callable[..., Any]] = {
         "full": lambda b, h, q, k: q >= 0,
         "top left": lambda b, h, q, k: q >= k,
@@ -547,7 +546,7 @@ def _mask_mod(given: Any) -> Callable[..., Any]:
         formulas[f"causal & window({n})"] = lambda b, h, q, k, n=n: (q + shift >= k) & (q + shift - k < n)
     if text.startswith("padding"):
         return lambda b, h, q, k: (q + shift >= k) & real[b, k]
-    if "documents" in text:
+    if documents:
         inner = formulas["causal" if text.startswith("causal") else "full"]
         return lambda b, h, q, k: inner(b, h, q, k) & (ids[q] == ids[k])
     if text not in formulas:
@@ -572,20 +571,20 @@ def jax_dense(attend: Any, given: Any) -> Any:
     return (result[0].swapaxes(1, 2), result[1].swapaxes(1, 2)) if case.lse else result.swapaxes(1, 2)
 
 
-def jax_call(compiled: bool, attend: Any, given: Any) -> Any:
+def jax_call(attend: Any, given: Any) -> Any:
     """jax.nn.dot_product_attention: arrays are (B, N, H, D), causal masks are aligned to the first key."""
     only(given, "scale", "bias", "log-sum-exp", "grouped heads")
     import jax
     import jax.numpy as jnp
 
     case, text = given.case, given.case.text
-    windows = {"causal & window(5)": (4, 0), "causal & window(64)": (63, 0), "band(3, 2)": (3, 2)}
+    window = window_of(given)
     options: dict[str, Any] = {"scale": case.scale}
     arrays = {"bias": given.bias} if given.bias is not None else {}
-    if case.nq == case.nk and text in ("causal", "padding right", *windows):
+    if case.nq == case.nk and (window is not None or text in ("causal", "padding right")):
         options["is_causal"] = not text.startswith("band")
-        if text in windows:
-            options["local_window_size"] = windows[text]
+        if window is not None:
+            options["local_window_size"] = window
         if text == "padding right":
             arrays["key_value_seq_lengths"] = jnp.asarray(given.visible.any(2)[:, 0].sum(-1))
     elif text != "full":
@@ -593,8 +592,7 @@ def jax_call(compiled: bool, attend: Any, given: Any) -> Any:
     if case.lse:
         options["return_residual"] = True
     q, k, v = (x.swapaxes(1, 2) for x in (given.q, given.k, given.v))
-    function = partial(attend, **options)
-    result = (jax.jit(function) if compiled else function)(q, k, v, **arrays)
+    result = jax.jit(partial(attend, **options))(q, k, v, **arrays)
     return (result[0].swapaxes(1, 2), result[1].swapaxes(1, 2)) if case.lse else result.swapaxes(1, 2)
 
 

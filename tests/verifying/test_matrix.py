@@ -118,7 +118,7 @@ OURS: dict[str, Entry] = {
         )
         for form, differences in (("bools", {}), ("-inf", {}), ("least", LOWEST))
     },
-    "transformers, no table": Entry(of_transformers.attend, called(attentions.transformers_causal), 30),
+    "transformers, no table": Entry(of_transformers.attend, called(attentions.transformers_call, "nothing"), 30),
     "transformers, mask functions": Entry(of_transformers.attend, called(attentions.transformers_masks), 45),
 }
 THEIRS: dict[str, Entry] = {
@@ -137,7 +137,7 @@ THEIRS: dict[str, Entry] = {
     ),
     "jax.nn": Entry(
         jax.nn.dot_product_attention,
-        called(attentions.jax_call, True, differences=NAN | FINITE | XLA | NAN_GRADIENTS),
+        called(attentions.jax_call, differences=NAN | FINITE | XLA | NAN_GRADIENTS),
         45,
     ),
     "jax.nn, mask.dense": Entry(

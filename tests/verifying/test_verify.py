@@ -103,43 +103,31 @@ def test_a_signature_of_ones_own() -> None:
     assert report.ok and "softcap" in report.not_offered, report
 
 
-def test_random_numbers_changed_inputs_and_other_shapes() -> None:
-    right = kernel()
-
-    def noisy(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        return right(q, k, v, mask) * (1 + 1e-9 * torch.rand(1)) + 1e-8 * torch.randn(1)
-
+def test_changed_inputs_are_named() -> None:
     def changing(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        output = right(q, k, v, mask)
+        output = kernel()(q, k, v, mask)
         with torch.no_grad():
             q *= 2
         return output
 
-    cases = ["causal", "full", "130 tokens"]
-    assert "two equal calls differ by" in str(verify(noisy, cases=cases))
-    assert "it changed its argument q" in str(verify(changing, cases=cases, gradients=False))
-    assert "expected (2, 2, 37, 16)" in str(verify(lambda q, k, v, mask: right(q, k, v, mask)[..., :8], cases=cases))
-    assert "its output is float64 for inputs of float32" in str(
-        verify(lambda q, k, v, mask: right(q, k, v, mask).double(), cases=cases)
-    )
-    assert "it returned str; expected an array" in str(verify(lambda q, k, v, mask: "text", cases=cases))
+    report = verify(changing, cases=["causal", "full"], gradients=False)
+    assert report.mistakes == ("changes its arguments",) and "it changed its argument q" in str(report)
 
 
-def test_a_kernel_that_raises_in_one_case_and_one_that_hangs() -> None:
-    def raises(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        if q.shape[2] == 64:
-            raise IndexError("tile 1 of 1")
-        return kernel()(q, k, v, mask)
-
+def test_a_kernel_that_hangs() -> None:
     def hangs(q: Any, k: Any, v: Any, mask: Any) -> Any:
         if q.shape[2] == 64:
             time.sleep(60)
         return kernel()(q, k, v, mask)
 
-    report = verify(raises)
-    assert not report.ok and "64 tokens, float32: it raised IndexError: tile 1 of 1" in str(report), report
-    report = verify(hangs, limit=0.5, cases=["causal", "64 tokens", "full"])
-    assert report.exit_code == 3 and "64 tokens, float32: no result within 0.5 s" in str(report)
+    report = verify(hangs, limit=2.0, cases=["causal", "64 tokens", "full"])
+    assert report.exit_code == 3 and "64 tokens, float32: no result within 2 s" in str(report)
+    with pytest.raises(lowtri.UndecidedError, match=r"gave no result within 0.05 s\.\nFix: a longer limit="):
+        verify(lambda q, k, v, mask: time.sleep(1), limit=0.05)
+
+
+def nothing(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    raise TypeError("no arrays, please")
 
 
 ERRORS = {
@@ -151,6 +139,10 @@ ERRORS = {
     "no dtype": (lambda: verify(kernel(), dtypes=[]), "dtypes=[]; expected float32"),
     "a case": (lambda: verify(kernel(), cases=["causl"]), "cases='causl', which is in the name of no case"),
     "a part of a name": (lambda: verify(kernel(), cases="zebra"), "cases='zebra'"),
+    "a device": (lambda: verify(kernel(), device="nowhere"), "verify: device='nowhere'"),
+    "a seed": (lambda: verify(kernel(), seed=-1), "verify: seed=-1; expected a whole number"),
+    "a difference": (lambda: verify(kernel(), differences={"nope": "x"}), "verify: differences='nope' is neither a case nor"),
+    "a function by name": (lambda: verify(nothing), "attend=nothing takes no arrays"),
 }  # fmt: skip
 
 
@@ -221,27 +213,6 @@ def test_a_mistake_must_explain_more_than_the_right_formula() -> None:
     assert not report.ok and report.mistakes == ()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"device": "nowhere"}, "verify: device='nowhere'"),
-        ({"seed": -1}, "verify: seed=-1; expected a whole number"),
-        ({"differences": {"nope": "x"}}, "verify: differences='nope' is neither a case nor a mistake"),
-    ],
-)
-def test_wrong_arguments(arguments: Any, words: str) -> None:
-    with pytest.raises(CallError) as error:
-        verify(lowtri.attention, **arguments)
-    assert words in str(error.value)
-
-
-def test_a_function_that_never_answers() -> None:
-    from time import sleep
-
-    with pytest.raises(lowtri.UndecidedError, match=r"gave no result within 0.05 s\.\nFix: a longer limit="):
-        verify(lambda q, k, v, mask: sleep(1), limit=0.05)
-
-
 def test_the_verdict_counts_in_words_and_names_the_function() -> None:
     def halved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **more: Any) -> torch.Tensor:
         return lowtri.attention(q, k, v, mask, **more) / (1 + (q.shape[2] == 130))
@@ -254,12 +225,6 @@ def test_the_verdict_counts_in_words_and_names_the_function() -> None:
     )
     known = verify(bound, cases="130 tokens", gradients=False, differences={"130 tokens": "halved on purpose"})
     assert known.ok and known.message == "halved differs only as documented: 1 documented difference"
-    with pytest.raises(CallError, match="attend=nothing takes no arrays"):
-        verify(nothing)
-
-
-def nothing(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    raise TypeError("no arrays, please")
 
 
 def test_right_for_finite_inputs_is_a_level_of_its_own(tmp_path: Path) -> None:
@@ -295,17 +260,23 @@ def test_what_cannot_be_compared_is_said_once() -> None:
     report = verify(wide, gradients=False)
     (finding,) = report.wrong
     assert report.mistakes == ("returns float64 for inputs of float32",) and finding.cases > 50
+    assert "its output is float64 for inputs of float32" in str(report)
     assert report.message.startswith(f"wide is wrong: returns float64 for inputs of float32 in {finding.cases} cases (")
     names = {
-        "returns None": lambda q, k, v, mask: None,
-        "returns (B, N, H, D) for (B, H, N, D)": lambda q, k, v, mask: right(q, k, v, mask).transpose(1, 2),
-        "returns another shape": lambda q, k, v, mask: right(q, k, v, mask)[:, :, 1:],
+        "returns None": (lambda q, k, v, mask: None, "it returned None; expected an array"),
+        "returns str": (lambda q, k, v, mask: "text", "it returned str; expected an array"),
+        "returns (B, N, H, D) for (B, H, N, D)": (
+            lambda q, k, v, mask: right(q, k, v, mask).transpose(1, 2),
+            "its output is (2, 37, 2, 16)",
+        ),
+        "returns another shape": (lambda q, k, v, mask: right(q, k, v, mask)[..., :8], "expected (2, 2, 37, 16)"),
     }
-    for name, attend in names.items():
+    for name, (attend, words) in names.items():
         report = verify(attend, cases=["causal", "full", "130 tokens"], gradients=False)
         (finding,) = report.wrong
         assert report.mistakes == (name,) and finding.cases == 3
         assert f"\n  {name}: 3 cases\n    full, float32: it" in str(report).replace("causal,", "full,")
+        assert words in str(report)
     known = {"returns float64 for inputs of float32": "sums are wide"}
     assert verify(wide, cases=["causal", "full"], differences=known).ok
 

@@ -160,7 +160,7 @@ class _Multihead(SwappedForward):
         nk, heads = k.shape[1], self.num_heads
         pairs = _checked("attn_mask", attn_mask, ((nq, nk), (rows * heads, nq, nk)), q.dtype)
         if pairs is not None:
-            pairs = pairs[None, None] if pairs.ndim == 2 else pairs.unflatten(0, (rows, heads))
+            pairs = pairs.reshape(1, 1, nq, nk) if pairs.ndim == 2 else pairs.reshape(rows, heads, nq, nk)
         padding = _checked("key_padding_mask", key_padding_mask, ((rows, nk) if batched else (nk,),), q.dtype)
         if padding is not None:
             padding = padding[:, None, None] if batched else padding[None, None, None]
@@ -172,7 +172,7 @@ class _Multihead(SwappedForward):
             # Neither True nor a number: every query sees them. The promise of is_causal does not hold for them.
             pairs, padding = (None if x is None else F.pad(x, (0, added)) for x in (pairs, padding))
             is_causal = False
-        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
+        q, k, v = (x.view(rows, x.shape[1], heads, -1).transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
         mask, bias, positions = _read_masks(pairs, padding, q, k, is_causal)
         dropout = self.dropout if self.training else 0.0
         options: dict[str, Any] = {"bias": bias, "engine": self.lowtri_engine, **positions}

@@ -47,9 +47,9 @@ BROADCAST = _integers("b", "h", "q", "k")  # along (B, Hq, Nq, Nk), 0 along broa
 PARTIAL_SUMS = _integers("part", "b", "h", "q", "k")  # the same, and from the sums of one part to the next part's
 # Of dK or dV: strides; how many rows, and numbers in a row, with padding.
 KEY_SUMS = _integers("b", "h", "n", "rows", "size")
-# Of a part of the keys in the backward: its key tiles; the tiles of queries that see them; and where dQ of the first query would lie,
-# in numbers from the start of dq for the first part, of dq_sums for the others, with strides.
-PART = _integers("first_tile", "last_tile", "first_row", "last_row", "offset", "b", "h", "n")
+# Of a part of the queries in the backward: where its rows begin and end in ``order``; the copy of dK and dV that it adds to: its key
+# tiles, its number, and where its dK and dV begin in ``copies``, in numbers. Copy 0 is dk and dv themselves, with all key tiles.
+PART = _integers("first", "last", "first_tile", "last_tile", "copy", "dk", "dv")
 # Of masks.plan.Plan.
 PLAN = _integers("rows", "mask_index", "mask_index_b", "mask_index_h", "row_start", "runs", "tile_bits", "bits")
 OPTIONS = np.dtype([("scale", np.float64), ("softcap", np.float64)])  # softcap 0: none
@@ -316,17 +316,18 @@ FORWARD = Abi(
     "packed_states",
 )
 
-# Gradients have the compute dtype. dk and dv are (B, Hkv, Nk, padded size) with packed rows, in any order of
-# memory; d_bias is (parts, ...), and starts at 0. d_lse and delta are (B, Hq, Nq); the rows of output, dq and dq_sums are
-# packed. delta, the sums of dO * O less d_lse, is written if it has an address. ``ranges`` is the address of a PART for each part.
+# Gradients have the compute dtype. dk and dv are (B, Hkv, Nk, padded size) with packed rows, in any order of memory; a copy of them is
+# contiguous. d_bias is (parts, ...), and starts at 0. d_lse and delta are (B, Hq, Nq); the rows of output and dq are packed. delta, the
+# sums of dO * O less d_lse, is written if it has an address. ``ranges`` is the address of a PART for each part, ``order`` that of int32
+# rows of query tiles of a key/value head. A backward runs ``rounds`` times, of which this is the ``round``-th.
 BACKWARD = Abi(
     "backward",
     (
         *("q", "k", "v", "bias", "output", "lse", "lse_residual", "d_output"),
-        *("d_lse", "delta", "dq", "dq_sums", "dk", "dv", "d_bias", "seed"),
+        *("d_lse", "delta", "dq", "dk", "dv", "copies", "d_bias", "seed"),
     ),
-    {"parts": np.int64, "ranges": np.int64, **_SIZES, **_INPUTS}
-    | {name: STRIDES for name in ("output_strides", "d_output_strides")}
+    {name: np.int64 for name in ("parts", "rounds", "round", "ranges", "order")}
+    | {**_SIZES, **_INPUTS, "output_strides": STRIDES, "d_output_strides": STRIDES, "dq_strides": STRIDES}
     | {"dk_layout": KEY_SUMS, "dv_layout": KEY_SUMS}
     | {"d_bias_strides": PARTIAL_SUMS, "plan": PLAN, "options": OPTIONS, "dropout": DROPOUT},
     _backward,

@@ -1,9 +1,9 @@
 """The gradients of attention, tile by tile of the same plan.
 
-A task is one key/value head or, where there are more threads than heads, a part of its keys, with all rows of queries. It has its own
-dK and dV, and its own sums of dQ, so the result does not depend on the order in which threads finish. There are five products per tile,
-all with queries in lanes; ``weights`` and ``ds`` (dS^T, the gradient of the scores) are the left operands of the next products without
-being transposed:
+A task is one key/value head or, where there are more threads than heads, a part of its rows of query tiles. In one run it takes the key
+tiles of one phase, and no other task adds to their dK and dV meanwhile (:mod:`lowtri.backends.cpu.parts`), so the result does not
+depend on the order in which threads finish. There are five products per tile, all with queries in lanes; ``weights`` and ``ds`` (dS^T,
+the gradient of the scores) are the left operands of the next products without being transposed:
 
     scores  = K Q^T                      weights = 2 ** (scores - lse)
     dP^T    = V dO^T                     dS      = weights * (dP - delta),   delta = sum of dO * O
@@ -46,6 +46,7 @@ from lowtri.kernels.simd import (
     mul,
     read,
     read_input,
+    read_int32,
     read_int64,
     read_word,
     reduce_sum,
@@ -60,23 +61,23 @@ from lowtri.kernels.simd import (
 from lowtri.kernels.softmax import LOG2E, finish_scores, load_lse, query_number
 from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tile_products import add_to_rows, add_weighted_rows, score_tile
-from lowtri.kernels.values import Packed, Packing, Rows, Sums, Tokens
+from lowtri.kernels.values import Packed, Packing, Rows, Span, Sums
 
 _PART_FIELDS = len(PART.names)
 
 
 class Part(NamedTuple):
-    """A part of the keys: its number, and the fields of PART."""
+    """A part of the queries: its number, the phase of the key tiles that it takes in this round, and the fields of PART."""
 
     number: int
+    phase: int
+    first: int
+    last: int
     first_tile: int
     last_tile: int
-    first_row: int
-    last_row: int
-    offset: int
-    b: int
-    h: int
-    n: int
+    copy: int
+    dk: int
+    dv: int
 
 
 class QueryRows(NamedTuple):
@@ -100,10 +101,11 @@ def backward(call):
 
 @device_function
 def part_of(call, number):
-    """A part of the keys."""
+    """A part of the queries."""
     part = call.ranges + 8 * _PART_FIELDS * number
     return Part(
         number,
+        (number + call.round) % call.rounds,
         read_int64(part),
         read_int64(part + 8),
         read_int64(part + 16),
@@ -111,41 +113,66 @@ def part_of(call, number):
         read_int64(part + 32),
         read_int64(part + 40),
         read_int64(part + 48),
-        read_int64(part + 56),
     )
 
 
 @device_function
 def backward_part(call, own, part, kv_head):
-    """The gradients of one part of the keys of a key/value head, of those of all rows of the batch."""
-    spec, kv_heads = call.spec, call.heads // call.group
+    """The gradients of one part of the queries of a key/value head, of those of all rows of the batch, from the keys of one phase."""
+    spec = call.spec
+    kv_heads = call.heads // call.group
     batch, kv = kv_head // kv_heads, kv_head % kv_heads
-    first, last = KEYS * part.first_tile, min(KEYS * part.last_tile, call.dk_layout.rows)
-    if part.last_tile * KEYS >= call.nk:  # with the rows that pad them
-        last = call.dk_layout.rows
-    keys = Tokens(batch, kv, first, last - first)
-    dk, dv = key_sums(call.dk, call.dk_layout, keys, spec), key_sums(call.dv, call.dv_layout, keys, spec)
-    for j in range(dk.count):
-        rows.fill(dk.at + spec.number_bytes * j * dk.row, dk.size, 0.0, spec)
-        rows.fill(dv.at + spec.number_bytes * j * dv.row, dv.size, 0.0, spec)
-    for head in range(kv * call.group, (kv + 1) * call.group):
-        for row in range(part.first_row, part.last_row):
-            backward_tile(call, own, part, tiles.tile_of_queries(call, batch, head, row))
-    for j in range(dk.count):
-        row, scale = dk.at + spec.number_bytes * j * dk.row, as_number(call.options.scale, spec)
-        rows.multiply_by(row, dk.size, scale, spec)
+    dk = key_sums(call, call.dk, call.dk_layout, part, part.dk, kv_head)
+    dv = key_sums(call, call.dv, call.dv_layout, part, part.dv, kv_head)
+    if call.round == 0:
+        for keys in tiles_of_phase(call, part, dk.count):
+            for j in range(keys.first, keys.stop):
+                rows.fill(dk.at + spec.number_bytes * j * dk.row, dk.size, 0.0, spec)
+                rows.fill(dv.at + spec.number_bytes * j * dv.row, dv.size, 0.0, spec)
+    for place in range(part.first, part.last):
+        row = read_int32(call.order + 4 * place)
+        head = kv * call.group + row // call.plan.rows
+        queries = tiles.tile_of_queries(call, batch, head, row % call.plan.rows)
+        backward_tile(call, own, part, queries, dk, dv)
+    if call.round == call.rounds - 1:
+        for keys in tiles_of_phase(call, part, dk.count):
+            for j in range(keys.first, keys.stop):
+                scale = as_number(call.options.scale, spec)
+                rows.multiply_by(dk.at + spec.number_bytes * j * dk.row, dk.size, scale, spec)
 
 
 @device_function
-def key_sums(array, layout, keys, spec):
-    """The rows of dK or dV of these keys, in the compute dtype."""
-    place = keys.batch * layout.b + keys.head * layout.h + keys.first * layout.n
-    return Rows(array + spec.number_bytes * place, layout.n, 1, keys.count, layout.size)
+def key_sums(call, array, layout, part, place, kv_head):
+    """The rows of dK or dV that a part adds to, from key 0 on, in the compute dtype; a copy has those of its key tiles only."""
+    number_bytes, row = call.spec.number_bytes, layout.size
+    if part.copy:
+        first = KEYS * part.first_tile
+        rows_of_copy = min(KEYS * part.last_tile, layout.rows) - first
+        at = call.copies + number_bytes * (place + (kv_head * rows_of_copy - first) * row)
+    else:
+        kv_heads = call.heads // call.group
+        at = array + number_bytes * (kv_head // kv_heads * layout.b + kv_head % kv_heads * layout.h)
+        row = layout.n
+    return Rows(at, row, 1, layout.rows, layout.size)
 
 
 @device_function
-def backward_tile(call, own, part, queries):
-    """One tile of queries: its dQ, and what it adds to d bias and to dK and dV of a part of the keys."""
+def tiles_of_phase(call, part, rows_of_keys):
+    """The keys of the key tiles that a part takes in this round, of those of its copy, with the rows that pad them."""
+    for tile in range(part.first_tile, part.last_tile):
+        if tiles.phase_of(tile, call.rounds) == part.phase:
+            yield Span(KEYS * tile, min(KEYS * (tile + 1), rows_of_keys))
+
+
+@device_function
+def rows_of_tile(sums, keys, spec):
+    """The rows of dK or dV of these keys."""
+    return Rows(sums.at + spec.number_bytes * keys.first * sums.row, sums.row, 1, keys.count, sums.size)
+
+
+@device_function
+def backward_tile(call, own, part, queries, dk_sums, dv_sums):
+    """One tile of queries and the keys of one phase: what they add to dQ, d bias, dK and dV."""
     spec = call.spec
     own_rows = query_rows(call, own, queries)
     seeing = load_lse(call, own, queries)
@@ -155,8 +182,15 @@ def backward_tile(call, own, part, queries):
     if spec.packs_bf16:
         rows.fill(own.zeros, rows.round_up(call.head_dim, 32), 0.0, spec)
     dq = Sums(own.dq, queries.count, call.head_dim)
-    rows.zero_sums(dq, spec)
+    place = queries.batch * call.dq_strides.b + queries.head * call.dq_strides.h + queries.first * call.dq_strides.n
+    target = call.dq + spec.number_bytes * place
+    if call.round:
+        rows.load_sums(dq, target, call.dq_strides.n, spec)
+    else:
+        rows.zero_sums(dq, spec)
     for keys in tiles.visible_tiles(call, queries, part.first_tile, part.last_tile):
+        if tiles.phase_of(keys.first // KEYS, call.rounds) != part.phase:
+            continue
         spans = tiles.tile_spans(keys, queries.count, spec)
         k = rows.rows_of(call.k, call.k_strides, keys, call.head_dim, spec)
         v = rows.rows_of(call.v, call.v_strides, keys, call.value_dim, spec)
@@ -166,8 +200,8 @@ def backward_tile(call, own, part, queries):
         score_tile(v_operand, own.d_output, own.ds, v.size, KEYS, spans, spec)  # (keys, 64)
         # A row of Q, dO or K is not finite, and some pairs are hidden: it is added pair by pair where it is visible.
         non_finite = keys.mask_words != 0 and not (own_rows.is_finite and rows.input_rows_finite(k, spec))
-        dk = key_sums(call.dk, call.dk_layout, keys, spec)
-        dv = key_sums(call.dv, call.dv_layout, keys, spec)
+        dk = rows_of_tile(dk_sums, keys, spec)
+        dv = rows_of_tile(dv_sums, keys, spec)
         scale_log2 = finish_products(call, own, queries, keys)
         q_operand, d_output_operand = own_rows.q_operand, own_rows.d_output_operand
         if spec.packs_bf16 and not (non_finite or changes_ds(call)):
@@ -185,9 +219,8 @@ def backward_tile(call, own, part, queries):
         add_to_rows(own.ds, q_operand, dk, queries.count, spans, spec)
         ds = own.d_softcap if spec.packs_bf16 else own.ds
         add_weighted_rows(keys_operand, ds, dq, keys, 0, spans, spec)
-    place = part.offset + queries.batch * part.b + queries.head * part.h + queries.first * part.n
-    target = (call.dq_sums if part.number else call.dq) + spec.number_bytes * place
-    rows.store_sums(dq, as_number(call.options.scale, spec), target, part.n, spec)
+    scale = call.options.scale if call.round == call.rounds - 1 else 1.0
+    rows.store_sums(dq, as_number(scale, spec), target, call.dq_strides.n, spec)
 
 
 # The operands of a tile of queries.

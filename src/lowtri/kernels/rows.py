@@ -234,6 +234,22 @@ def sums_finite(sums, spec):
 
 
 @device_function
+def load_sums(sums, source, source_row, spec):
+    """Set them to rows of the compute dtype, ``source_row`` numbers apart."""
+    zero_sums(sums, spec)
+    if spec.uses_amx:
+        transpose_in(Rows(source, source_row, 1, sums.count, sums.size), round_up(sums.count, 16), sums.at, spec)
+    else:
+        number_bytes, whole = spec.number_bytes, sums.size - sums.size % spec.lanes
+        for i in range(sums.count):
+            row, target = source + number_bytes * source_row * i, sums.at + number_bytes * padded(spec, sums.size) * i
+            for offset in range(0, number_bytes * whole, 64):
+                store(target + offset, load(row + offset, spec))
+            for d in range(whole, sums.size):
+                write(target + number_bytes * d, read(row + number_bytes * d, spec), spec)
+
+
+@device_function
 def store_sums(sums, factor, target, target_row, spec):
     """Copy them, times a factor, to rows of the compute dtype, ``target_row`` numbers apart."""
     number_bytes, size = spec.number_bytes, sums.size

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtri.kernels.isa import AMX, BF16X2, DIRECT, WIDENED, Baseline, DecodeShape
+from lowtri.ops.call import ArrayInfo
 
 QUERIES = 64  # queries in a tile: one machine word of bits
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}  # of a number
@@ -67,29 +68,26 @@ class KernelSpec:
         return shapes.get((self.operand, queries), shapes.get(("any", queries)))
 
 
-class Array(NamedTuple):
-    """The properties of an array (B, H, N, D) that decide how it is read: its strides in numbers, and its last size."""
-
-    strides: tuple[int, ...]
-    size: int
-
-    @property
-    def even(self) -> bool:
-        """Whether rows are packed and begin at whole elements, so that two neighbours are one element."""
-        *steps, number_step = self.strides
-        return number_step == 1 and all(step % 2 == 0 for step in steps)
+def is_even(strides: tuple[int, ...]) -> bool:
+    """Whether rows of an array (B, H, N, D) are packed and begin at whole elements, so that two neighbours are one element."""
+    *steps, number_step = strides
+    return number_step == 1 and all(step % 2 == 0 for step in steps)
 
 
-def _fits_bf16x2(q: Array, k: Array, v: Array) -> bool:
-    return q.size % 16 == 0 and q.size >= 32 and v.size % 16 == 0 and q.even and k.even and v.even
+def _fits_bf16x2(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo) -> bool:
+    return _fits_columns(q, v, 16) and q.shape[3] >= 32 and all(is_even(x.strides) for x in (q, k, v))
 
 
-def _fits_whole_vectors(q: Array, k: Array, v: Array) -> bool:
-    return q.size % 16 == 0 and v.size % 16 == 0 and q.strides[3] == k.strides[3] == v.strides[3] == 1
+def _fits_whole_vectors(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo) -> bool:
+    return _fits_columns(q, v, 16) and q.strides[3] == k.strides[3] == v.strides[3] == 1
 
 
-def _fits_whole_vectors_of_pairs(q: Array, k: Array, v: Array) -> bool:
-    return _fits_bf16x2(q, k, v) and q.size % 32 == 0 and v.size % 32 == 0
+def _fits_whole_vectors_of_pairs(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo) -> bool:
+    return _fits_bf16x2(q, k, v) and _fits_columns(q, v, 32)
+
+
+def _fits_columns(q: ArrayInfo, v: ArrayInfo, columns: int) -> bool:
+    return q.shape[3] % columns == 0 and v.shape[3] % columns == 0
 
 
 class Variant(NamedTuple):
@@ -97,7 +95,7 @@ class Variant(NamedTuple):
 
     family: str  # forward, or decode
     spec: KernelSpec
-    accepts: Callable[[Array, Array, Array], bool] | None  # None: any arrays
+    accepts: Callable[[ArrayInfo, ArrayInfo, ArrayInfo], bool] | None  # None: any arrays
     enabled: bool = True  # tests use the others
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from lowtri.errors import EngineError
 from lowtri.kernels import library
 from lowtri.kernels.isa import PERMISSION, Amx, Baseline, fastest_first
-from lowtri.kernels.spec import Array, KernelSpec, variants_of
+from lowtri.kernels.spec import KernelSpec, variants_of
+from lowtri.ops.call import ArrayInfo
 from lowtri.system import sysctl_number
 
 _MACHINE = platform.machine().lower()
@@ -194,7 +195,7 @@ HAS_AMX = "amx-bf16" in features()
 VARIANTS = variants_of(ISA)  # in order of preference
 
 
-def spec_of(family: str, dtype: str, q: Array, k: Array, v: Array) -> KernelSpec | None:
+def spec_of(family: str, dtype: str, q: ArrayInfo, k: ArrayInfo, v: ArrayInfo) -> KernelSpec | None:
     """The spec of the kernel that reads these arrays, or None."""
     for variant in VARIANTS:
         if (variant.family, variant.spec.dtype) == (family, dtype) and variant.enabled:

@@ -75,6 +75,13 @@ def visible_tiles(call, queries, first_tile, last_tile):
 
 
 @device_function
+def phase_of(tile, phases):
+    """The phase of a key tile (:mod:`lowtri.backends.cpu.parts`): tiles are dealt there and back."""
+    place = tile % (2 * phases)
+    return min(place, 2 * phases - 1 - place)
+
+
+@device_function
 def first_run(plan, queries):
     """The address of the index of the first run of a tile of queries; that of one past its last run follows."""
     place = queries.batch * plan.mask_index_b + queries.head * plan.mask_index_h

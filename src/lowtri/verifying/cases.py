@@ -79,9 +79,8 @@ class Case:
             return table(np.tri(self.nq, self.nk, self.nk - self.nq, dtype=bool))
         if text.startswith("padding"):
             real = np.ones((self.b, self.nk), bool)
-            real[
-                0, {"left": slice(0, 5), "right": slice(self.nk - 5, None), "inside": slice(9, 13)}[text.split()[1]]
-            ] = False
+            places = {"left": slice(0, 5), "right": slice(self.nk - 5, None), "inside": slice(9, 13)}
+            real[0, places[text.split()[1]]] = False
             return mask_of("causal") & keys(real if self.b > 1 else real[0])
         return mask_of(text)
 

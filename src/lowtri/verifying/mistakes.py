@@ -96,7 +96,6 @@ MISTAKES: dict[str, Callable[[Problem], Changes]] = {  # of several that explain
     "top-left alignment": _top_left,
     "window one too wide": _too_wide,
     "window one too narrow": _too_narrow,
-    # True means hidden in torch.nn.MultiheadAttention, and visible in scaled_dot_product_attention.
     "last key of each tile missing": lambda problem: [
         {"visible": problem.visible & (torch.arange(problem.case.nk) % tile != tile - 1)} for tile in _TILES
     ],
@@ -104,6 +103,7 @@ MISTAKES: dict[str, Callable[[Problem], Changes]] = {  # of several that explain
         {"visible": problem.visible & (torch.arange(problem.case.nk) < problem.case.nk // tile * tile)}
         for tile in _TILES
     ],
+    # True means hidden in torch.nn.MultiheadAttention, and visible in scaled_dot_product_attention.
     "mask inverted": lambda problem: [{"visible": ~problem.visible}],
     "mask ignored": lambda problem: [{"visible": torch.ones_like(problem.visible)}],
     "window missing": _forgets("window(", "band("),
@@ -130,9 +130,8 @@ MISTAKES: dict[str, Callable[[Problem], Changes]] = {  # of several that explain
         [{"hidden": "capped", "cap_of": what} for what in ("scores", "sum")] if problem.softcap else []
     ),
     "bias ignored": _bias_ignored,
-    "bias scaled": lambda problem: (
-        [] if problem.bias is None else [{"bias_scale": problem.scale}]
-    ),  # added before the scale
+    # Added before the scale.
+    "bias scaled": lambda problem: [] if problem.bias is None else [{"bias_scale": problem.scale}],
     # A query that sees nothing then sees everything, and scores below -1e9 are less than those of hidden keys.
     "hidden as -1e9": lambda problem: [{"hidden": "replaced"}, {"hidden": "added"}],
     "empty rows not zero": lambda problem: [{"empty": math.nan}],

@@ -124,9 +124,8 @@ class _Verification:
         self.comparisons: list[Comparison] = []  # the calls that gave a wrong result
         self.failures: list[tuple[Case, str, CallFailed]] = []  # the calls that gave none
         self.notes: list[tuple[Case, str, CallFailed]] = []  # what is wrong with results beside their numbers
-        self.undocumented: set[tuple[Case, str]] = (
-            set()
-        )  # cases and dtypes with a difference that no sentence documents
+        # Cases and dtypes with a difference that no sentence documents.
+        self.undocumented: set[tuple[Case, str]] = set()
         self.not_offered = caller.no_gradient  # options, and why
         self.stopped: str | None = None  # why it ended early
         self.has_gradients = False
@@ -169,9 +168,8 @@ class _Verification:
         failed = {(case, dtype) for case, dtype, _ in self.failures}
         tried = [key for key, status in self.status.items() if status != "not tried" and key not in failed]
         offered = {feature for case, dtype in tried for feature in (*case.features, dtype)}
-        once: dict[
-            tuple[str, ...], Difference
-        ] = {}  # what cannot be compared is said once, with the number of its cases
+        # What cannot be compared is said once, with the number of its cases.
+        once: dict[tuple[str, ...], Difference] = {}
         for case, dtype, error in self.failures + self.notes:
             missing, words = {*case.features, dtype} - offered, str(error)
             if error.status == "raised" and missing:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple
 
 from lowtri.backends import Drawn, GradientSource, PreparedWithGradients
@@ -20,12 +19,12 @@ from lowtri.backends.cpu.launch import (
     tile_threads,
     to_dtype,
 )
-from lowtri.backends.cpu.parts import choose_parts, table
+from lowtri.backends.cpu.parts import Memory, Rows, choose_cut, table
 from lowtri.backends.cpu.weights import CpuWeights, check_sums
 from lowtri.kernels import abi
 from lowtri.kernels.abi import KEYS, key_rows, padded
 from lowtri.kernels.isa import BF16X2
-from lowtri.kernels.spec import Array
+from lowtri.kernels.spec import is_even
 from lowtri.masks.plan import Plan
 from lowtri.ops.call import Call, Inputs, Result
 from lowtri.ops.dropout import new_seed
@@ -155,7 +154,7 @@ class CpuForward(PreparedWithGradients):
 class _Backward:
     """The backward kernel of a call, for one layout of its inputs, of the output and of the output's gradient.
 
-    A task owns a key/value head; if that leaves threads idle, its keys are cut into parts (:mod:`lowtri.backends.cpu.parts`).
+    A task owns a key/value head; if that leaves threads idle, its queries are cut into parts (:mod:`lowtri.backends.cpu.parts`).
     """
 
     def __init__(self, layout: KernelArrays, plan: Plan, strides: GradientStrides) -> None:
@@ -168,11 +167,19 @@ class _Backward:
         padded_dims = [padded(spec, size) for size in head_dims]
         key_numbers = sizes.batch * sizes.kv_heads * rows * sum(padded_dims)
         whole = (queries * sizes.head_dim + key_numbers) * spec.number_bytes
-        thread_bytes = abi.BACKWARD.layout(spec, layout.tile_fields(plan), 1)[0]["thread_bytes"]
-        query_bytes = sizes.batch * sizes.heads * sizes.head_dim * spec.number_bytes
-        threads = tile_threads("backward", call, plan)
-        self.parts = choose_parts(plan, sizes.batch * sizes.kv_heads, threads, whole, query_bytes, thread_bytes)
-        parts = len(self.parts)
+        heads = sizes.batch * sizes.kv_heads
+        memory = Memory(
+            whole,
+            key=heads * sum(padded_dims) * spec.number_bytes,
+            thread=abi.BACKWARD.layout(spec, layout.tile_fields(plan), 1)[0]["thread_bytes"],
+        )
+        tile_rows = Rows(plan, sizes.heads // sizes.kv_heads)
+        cut = choose_cut(tile_rows, heads, tile_threads("backward", call, plan), memory)
+        self.copies = cut.copies[1:]
+        self.ranges, self.places = table(cut, rows, heads, padded_dims)
+        self.order = cut.order
+        numbers = self.places[-1][0]
+        self.new_copies = layout.new((numbers,)) if numbers else None
         # Without padding the kernel writes dK and dV as they are returned, in the layout of k and v.
         self.is_exact = rows == sizes.nk and padded_dims == head_dims
         if self.is_exact:
@@ -184,15 +191,16 @@ class _Backward:
         self.lse_bytes = queries * spec.number_bytes  # of the log-sum-exp, and of what it loses to rounding
         dq = like_array(layout.arrays[0], sizes.head_dim)
         self.new_dq = layout.new(call.q.shape, dq)
-        self.ranges, numbers = table(self.parts, plan, dq, (sizes.batch, sizes.heads, sizes.head_dim))
-        self.new_dq_sums = layout.new((numbers,)) if numbers else None
         self.new_dk, self.new_dv = (layout.new(*x) for x in zip(shapes, steps, strict=True))
         self.new_delta = layout.new(call.q.shape[:3]) if call.sinks is not None and call.sinks.requires_grad else None
         self.d_bias_shape = None
         if call.bias is not None and call.bias.requires_grad:
+            # Each part sums its own; a bias of pairs has rows, which one part alone adds to.
+            shares_rows = call.bias.shape[2] == 1 or call.distance_low is not None
+            parts = cut.parts if shares_rows else 1
             self.d_bias_shape = (parts, sizes.batch, sizes.heads, *call.bias.shape[2:])
         self.copies_output = layout.cast or strides.output[3] != 1
-        reads_pairs = spec.operand == BF16X2 and not Array(strides.d_output, sizes.value_dim).even
+        reads_pairs = spec.operand == BF16X2 and not is_even(strides.d_output)
         self.copies_d_output = layout.cast or reads_pairs
         dense = contiguous_strides((sizes.batch, sizes.heads, sizes.nq, sizes.value_dim))  # of a copy
         key_sums = [
@@ -201,16 +209,21 @@ class _Backward:
         ]
         d_bias = () if self.d_bias_shape is None else contiguous_strides(self.d_bias_shape)
         fields = layout.tile_fields(plan) | {
-            "parts": parts,
+            "parts": cut.parts,
+            "rounds": cut.rounds,
+            "round": 0,
             "ranges": self.ranges.ctypes.data,
-            "tasks": parts * sizes.batch * sizes.kv_heads,
+            "order": self.order.ctypes.data,
+            "tasks": cut.parts * heads,
+            "dq_strides": stride_fields(dq),
             "output_strides": stride_fields(dense if self.copies_output else strides.output),
             "d_output_strides": stride_fields(dense if self.copies_d_output else strides.d_output),
             "dk_layout": key_sums[0],
             "dv_layout": key_sums[1],
             "d_bias_strides": bias_fields(call, self.d_bias_shape, d_bias, ("part", "b", "h", "q", "k")),
         }
-        self.launch = layout.launch("backward", fields, plan)
+        self.launch = layout.launch("backward", fields, plan, ("round",))
+        self.rounds = [self.launch.fields_with([number]) for number in range(cut.rounds)]
 
     def run(self, inputs: Inputs, output: Any, sums: Any, seed: int, d_output: Any, d_lse: Any) -> Inputs:
         """The gradients in the dtype in which they are summed."""
@@ -226,14 +239,13 @@ class _Backward:
         dq = self.new_dq(q)
         dk = self.new_dk(q)
         dv = self.new_dv(q)
-        dq_sums = None if self.new_dq_sums is None else self.new_dq_sums(q)
+        copies = None if self.new_copies is None else self.new_copies(q)
         delta = None if self.new_delta is None else self.new_delta(q)
         d_bias = None if self.d_bias_shape is None else sums.new_zeros(self.d_bias_shape)
         lse = sums.data_ptr()
         # A tensor's shape takes a microsecond, its bytes less.
         lse_residual = lse + self.lse_bytes if sums.nbytes > self.lse_bytes else 0
-        self.launch.run_at(
-            self.launch.prepared,
+        addresses = (
             q.data_ptr(),
             arrays.k.data_ptr(),
             arrays.v.data_ptr(),
@@ -245,14 +257,16 @@ class _Backward:
             0 if d_lse is None else d_lse.data_ptr(),
             0 if delta is None else delta.data_ptr(),
             dq.data_ptr(),
-            0 if dq_sums is None else dq_sums.data_ptr(),
             dk.data_ptr(),
             dv.data_ptr(),
+            0 if copies is None else copies.data_ptr(),
             0 if d_bias is None else layout.bias_address(d_bias, (1,)),
             seed,
         )
-        if dq_sums is not None:
-            self._add_parts(dq, dq_sums)
+        for prepared in self.rounds:
+            self.launch.run_at(prepared, *addresses)
+        if copies is not None:
+            self._add_copies(copies, dk, dv)
         if not self.is_exact:
             sizes = self.call.sizes
             dk, dv = dk[:, :, : sizes.nk, : sizes.head_dim], dv[:, :, : sizes.nk, : sizes.value_dim]
@@ -261,15 +275,15 @@ class _Backward:
         d_sinks = None if delta is None else _d_sinks(arrays.sinks, sums[0], delta, output, d_lse)
         return Inputs(dq, dk, dv, d_bias, d_sinks)
 
-    def _add_parts(self, dq: Any, dq_sums: Any) -> None:
-        """Add the sums of all parts but the first, in their order."""
-        sizes, done = self.call.sizes, 0
-        for part in self.parts[1:]:
-            start, stop = part.queries(sizes.nq)
-            shape = (sizes.batch, sizes.heads, stop - start, sizes.head_dim)
-            numbers = prod(shape)
-            dq[:, :, start:stop] += dq_sums[done : done + numbers].view(shape)
-            done += numbers
+    def _add_copies(self, copies: Any, dk: Any, dv: Any) -> None:
+        """Add all copies of dK and dV after the first, in their order."""
+        rows = dk.shape[2]
+        ends = [begin for begin, _ in self.places[1:]]
+        for (first, last), (at_dk, at_dv), end in zip(self.copies, self.places, ends, strict=False):
+            keys = slice(KEYS * first, min(KEYS * last, rows))
+            for whole, begin, stop in ((dk, at_dk, at_dv), (dv, at_dv, end)):
+                part = whole[:, :, keys]
+                part += copies[begin:stop].view(part.shape)
 
 
 def _d_sinks(sinks: Any, lse: Any, delta: Any, output: Any, d_lse: Any) -> Any:

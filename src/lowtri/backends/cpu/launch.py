@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lowtri.kernels import abi
 from lowtri.kernels.library import code
-from lowtri.kernels.spec import BYTES, Array, KernelSpec, symbol
+from lowtri.kernels.spec import BYTES, KernelSpec, symbol
 from lowtri.kernels.threads import run_team
 from lowtri.masks.plan import TILE_Q, Plan
 from lowtri.ops.call import ArrayInfo, Call, Inputs
@@ -218,8 +218,7 @@ def _spec_of(family: str, dtype: str, arrays: list[ArrayInfo]) -> KernelSpec | N
     # Imported late: the import finds out which CPU this is, and raises if LOWTRI_ISA names another.
     from lowtri.kernels.target import spec_of
 
-    q, k, v = (Array(x.strides, x.shape[3]) for x in arrays)
-    return spec_of(family, dtype, q, k, v)
+    return spec_of(family, dtype, *arrays)
 
 
 class KernelArrays:
@@ -332,9 +331,10 @@ class KernelArrays:
             "dropout": dropout_fields(self.call, self.q_positions, self.key_words),
         }
 
-    def launch(self, family: str, fields: Fields, plan: Plan) -> Launch:
+    def launch(self, family: str, fields: Fields, plan: Plan, varying: Sequence[str] = ()) -> Launch:
         """The launch of a kernel of tiles."""
-        return Launch(getattr(abi, family.upper()), self.spec, fields, tile_threads(family, self.call, plan), plan)
+        threads = tile_threads(family, self.call, plan)
+        return Launch(getattr(abi, family.upper()), self.spec, fields, threads, plan, varying)
 
     def _strides_of_bias(self, bias: ArrayInfo) -> Strides:
         """Of the bias as the kernels read it."""
