@@ -117,6 +117,25 @@ def explained(left: str, sign: str, right: str, n: int) -> None:
     assert not found.differs, found.message
 
 
+def test_what_layers_do_not_reach_is_no_mask_of_theirs() -> None:
+    class Mean(nn.Module):
+        """Causal attention, and beside it the mean of all positions."""
+
+        def __init__(self, leaks: bool) -> None:
+            super().__init__()
+            self.attention, self.leaks = lowtri.nn.MaskedSelfAttention(8), leaks
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.attention(x)
+            return x + x.mean(1, keepdim=True) if self.leaks else x
+
+    x = torch.randn(2, 6, 8)
+    found = lowtri.infer_mask(Mean(leaks=True), x)
+    assert (found.text, found.layers) == ("full", ("causal",))
+    assert found.line == "full; each layer: causal, but outputs depend on more"
+    assert lowtri.infer_mask(Mean(leaks=False), x).line == "causal"
+
+
 def test_a_constant_model_has_no_mask() -> None:
     explained("causal", "-", "causal", 6)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import draw
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtri import attention
 from lowtri.dispatch import prepared
-from lowtri.errors import EngineError
+from lowtri.errors import CallError, EngineError
 
 pytestmark = [
     pytest.mark.not_emulated,
@@ -195,8 +196,53 @@ def test_a_program_compares_no_defaults_and_no_name_of_torch_again() -> None:
 def test_options_of_a_program_are_checked() -> None:
     torch._dynamo.reset()
     program = torch.compile(lambda q, k, v: attention(q, k, v, "causal", engine="cpu; return_lse"), backend="eager")
-    with pytest.raises(EngineError, match="no engine 'cpu, return_lse'"):
+    with pytest.raises(EngineError, match="no engine 'cpu; return_lse'"):
         program(*leaves())
     program = torch.compile(lambda q, k, v: attention(q, k, v, "causal", scal=1.0), backend="eager")  # type: ignore[call-overload]
     with pytest.raises(Exception, match=r"attention\(\) got an unexpected keyword argument 'scal'"):
         program(*leaves())
+
+
+UNUSUAL: list[dict[str, Any]] = [
+    {"sinks": [1.0, 2.0, 3.0, 4.0]},
+    {"scale": "x"},
+    {"dropout": None},
+    {"return_lse": "no"},
+    {"engine": None},
+    {"engine": "mask=full"},
+    {"q_positions": "abc"},
+]
+
+
+@pytest.mark.parametrize("options", UNUSUAL, ids=str)
+def test_what_the_call_refuses_it_refuses_in_a_program_in_its_words(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    program = torch.compile(lambda q, k, v: attention(q, k, v, "causal", **options), backend="eager")
+    inputs = leaves()
+    with pytest.raises((CallError, EngineError)) as eager:
+        attention(*inputs, "causal", **options)
+    with pytest.raises(type(eager.value)) as found:
+        program(*inputs)
+    assert str(found.value) == str(eager.value)
+
+
+def test_shapes_and_devices_that_do_not_fit_are_refused_in_a_program_in_the_calls_words() -> None:
+    q, k, v = (x.detach() for x in leaves())
+    torch._dynamo.reset()
+    program = torch.compile(lambda q, k, v: attention(q, k, v, "causal"), backend="eager")
+    for wrong in ((q.sum(), k.sum(), v.sum()), (q.to("meta"), k, v)):
+        with pytest.raises(CallError) as eager:
+            attention(*wrong, "causal")
+        with pytest.raises(CallError) as found:
+            program(*wrong)
+        assert str(found.value) == str(eager.value)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_scale_may_be_numpys_number_in_a_program(fullgraph: bool) -> None:
+    q, k, v = (x.detach() for x in leaves())
+    torch._dynamo.reset()
+    program = torch.compile(
+        lambda q, k, v: attention(q, k, v, "causal", scale=1 / np.sqrt(8)), backend="eager", fullgraph=fullgraph
+    )
+    assert torch.equal(program(q, k, v), attention(q, k, v, "causal", scale=1 / np.sqrt(8)))

@@ -41,8 +41,9 @@ class InferredMask:
 
     Attributes:
         mask: the formula, or a table where no formula of three parts agrees.
-        text: its text; of the layers where their attention was read and all have the same, else from end to end. Where the
-            rows of the batch have different masks, the text of each; where no formula agrees, "no formula of three parts".
+        text: its text; of the layers where their attention was read, all have the same, and outputs depend on nothing that such
+            layers do not reach; else from end to end. Where the rows of the batch have different masks, the text of each; where
+            no formula agrees, "no formula of three parts".
         layers: the text of each layer's mask, where attention was read; else empty.
         seen: (B, N, N), whether an output moved with an input.
         nearest: the formula nearest to a table; equal to `text` where a formula agrees.
@@ -80,7 +81,10 @@ class InferredMask:
 
     @property
     def _by_layer(self) -> list[str]:
-        return [_described(self.layers)] if len(set(self.layers)) > 1 else []
+        kinds = set(self.layers)
+        if len(kinds) > 1:
+            return [_described(self.layers)]
+        return [f"each layer: {kind}, but outputs depend on more" for kind in kinds if kind != self.text]
 
 
 def fitted(seen: Bools, care: Bools, labels: Any = None) -> InferredMask:
@@ -269,10 +273,19 @@ def described_mask(context: Context, seen: Bools, labels: Any = None) -> Inferre
     layers = _layers(context) if context.tested.module is not None else []
     care = real[:, :, None] & real[:, None, :]
     texts = tuple(fitted(pairs, care, labels).text for pairs in layers)
-    if not (seen & care).any() and len(set(texts)) != 1:
+    of_layers = len(set(texts)) == 1 and not (seen & care & ~_reach(layers)).any()
+    if not (seen & care).any() and not of_layers:
         return None
-    fit = fitted(layers[0] if len(set(texts)) == 1 else seen, care, labels)
+    fit = fitted(layers[0] if of_layers else seen, care, labels)
     return replace(fit, layers=texts, seen=seen)
+
+
+def _reach(layers: Sequence[Bools]) -> Bools:
+    """Which inputs can reach each output through these layers, one after another, and past them, (1 or B, N, N)."""
+    reach = own = np.eye(layers[0].shape[-1], dtype=bool)[None]
+    for pairs in layers:
+        reach = (pairs | own) @ reach
+    return reach
 
 
 def _measured(context: Context) -> Bools:

@@ -119,15 +119,13 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: dict[str, Any]) -> Any:
             as_mask(mask, "attention: mask")  # raises with the fix
         text, values = to_text(mask)
     kind = _kind_of_trace()
-    are_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if are_tensors:
-        dtype = _autocast_dtype(q.device.type)
-        if dtype is not None:
-            q, k, v = [x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v)]
     if kind == "onnx":
         return formula_for_onnx(q, k, v, mask, CallOptions(**options))
-    if text is None or not are_tensors or not (bias is None or isinstance(bias, Tensor)) or kind == "transform":
+    if text is None or kind == "transform" or not _are_of_operator(q, k, v, bias, options):
         return _eager(q, k, v, mask, CallOptions(**options))
+    dtype = _autocast_dtype(q.device.type)
+    if dtype is not None:
+        q, k, v = [x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v)]
     call, tensors, factors = _call_text(text, bias, bias_kind, options)
     numbers = None
     if values:
@@ -147,8 +145,31 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: dict[str, Any]) -> Any:
 
 _eager = outside_graph(
     run_eagerly,
-    "lowtri.attention with a mask of where(), with NumPy's arrays, or inside of torch.func's transforms runs outside of the graph",
+    "lowtri.attention with a mask of where(), with NumPy's arrays, with arguments of unusual kinds, or inside of torch.func's "
+    "transforms runs outside of the graph",
 )
+
+
+def _are_of_operator(q: Any, k: Any, v: Any, bias: Any, options: dict[str, Any]) -> bool:
+    """Whether arguments are of the kinds that operators take; the eager call converts others, or says what is wrong with them."""
+    sinks, engine = options.get("sinks"), options.get("engine", "auto")
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return False
+    if q.ndim < 2 or k.ndim != q.ndim or v.ndim != q.ndim or k.device != q.device or v.device != q.device:
+        return False
+    if not (isinstance(engine, str) and engine.isidentifier()):
+        return False
+    for x in (bias, sinks):
+        if not (x is None or isinstance(x, Tensor)):
+            return False
+    for x in (options.get("scale"), options.get("softcap"), options.get("dropout", 0.0)):
+        if isinstance(x, (Tensor, str, complex)):  # NumPy's numbers are neither, and taken
+            return False
+    for x in (options.get("return_weights"), options.get("return_received"), options.get("return_lse")):
+        if not (x is None or isinstance(x, int)):
+            return False
+    positions = options.get("q_positions"), options.get("k_positions")
+    return options.get("dropout", 0.0) is not None and not any(isinstance(x, str) for x in positions)
 
 
 @constant_while_traced
@@ -199,7 +220,7 @@ def _call_text(
         words.append("return_lse")
     engine = options.get("engine", "auto")
     if engine != "auto":
-        words.append(f"engine={engine}".replace(";", ","))  # whatever was given is one word, and refused as such
+        words.append(f"engine={engine}")
     if bias_kind is not None:
         words.append(f"bias_kind={bias_kind}")
     if bias is not None:
