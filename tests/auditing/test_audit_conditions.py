@@ -103,9 +103,8 @@ def test_a_mode_that_cannot_be_judged_is_left_out_of_the_verdict() -> None:
             noise = torch.randn(x.shape, generator=generator) if self.training else 0.0
             return super().forward(x) + noise
 
-    generator = torch.Generator().manual_seed(
-        0
-    )  # which is no attribute of the model, and which no seed of ours reaches
+    # Which is no attribute of the model, and which no seed of ours reaches.
+    generator = torch.Generator().manual_seed(0)
     model = Noisy()
     report = lowtri.audit(model, vectors(2, N, D))
     assert report.ok and " positions in eval mode, " in report.message

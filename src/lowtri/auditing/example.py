@@ -216,9 +216,8 @@ def read_example(example: Any, adapter: Model) -> tuple[Inputs, CallSignature]:
     constants, batch_axis = dict[Hashable, Any](), axes[0][0]
     for key in [key for key in entries if key not in keys]:
         value, array = entries[key], maybe_array(entries[key])
-        in_rows = (
-            value if isinstance(value, list) else array
-        )  # numbers, names, or arrays, one for each row of the batch
+        # Numbers, names, or arrays, one for each row of the batch.
+        in_rows = value if isinstance(value, list) else array
         if array is not None and not _is_of_source(key, keys) and _follows_positions(array, batch_axis, batch, n):
             settings[key] = array
         elif batch_axis is not None and in_rows is not None and len(in_rows) == batch:

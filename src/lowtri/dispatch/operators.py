@@ -49,16 +49,14 @@ class Arguments(NamedTuple):
     k: Tensor
     v: Tensor
     call: str  # the mask and what else is no number, as _call_text writes it
-    tensors: Sequence[Tensor] | None = (
-        None  # those that ``call`` names, then the mask's arrays; packages take no empty list
-    )
+    # Those that ``call`` names, then the mask's arrays. Packages of AOTInductor cannot pass an empty list.
+    tensors: Sequence[Tensor] | None = None
     factors: Sequence[float] | None = None  # those that ``call`` names
     numbers: Sequence[int] | None = None  # one for each placeholder of the mask's text, -1 where that is an array
 
 
-_MOST_KEPT = (
-    2**16
-)  # bytes of a mask's arrays, of which the mask is kept: the arrays of larger calls cost a small part of them
+# Bytes of a mask's arrays up to which the mask is kept: reading larger ones takes a small part of their call.
+_MOST_KEPT = 2**16
 _SCHEMA = "Tensor q, Tensor k, Tensor v, str call, Tensor[]? tensors, float[]? factors, SymInt[]? numbers"
 
 

@@ -126,9 +126,8 @@ class SlotAllocator:
         used_end = self.used_end
         q = self.last_positions
         if not self._gaps and len(self.next) == 1 and self.next.item() == used_end:
-            return Placement(
-                used_end, None, None, (used_end - n, used_end - 1, 0, used_end - 1)
-            )  # attention's defaults: cheaper
+            # Attention's defaults, which are cheaper.
+            return Placement(used_end, None, None, (used_end - n, used_end - 1, 0, used_end - 1))
         span = self.capacity if self.evicted else used_end
         k = self.positions[:, :span]
         if q.size == 1:  # of one row: keys ascend

@@ -28,14 +28,8 @@ VECTOR = {1: "(N,)"}
 ROWS = {**VECTOR, 2: "(B, N)"}
 TABLES = {2: "(Nq, Nk)", 3: "(B, Nq, Nk)", 4: "(B, H, Nq, Nk)"}
 
-_TRACED_ARGUMENTS = (
-    "ids",
-    "key_ids",
-    "lengths",
-    "cu_seqlens",
-    "valid",
-    "bools",
-)  # which may be tensors without numbers
+# Which may be tensors without numbers.
+_TRACED_ARGUMENTS = ("ids", "key_ids", "lengths", "cu_seqlens", "valid", "bools")
 _PADDED = "torch.nested.to_padded_tensor({}, 0.0), and keys(lengths=[...]) in the mask, with the length of each row"
 _FIXES = {
     "CausalBias": 'the mask "causal", or lowtri.scaled_dot_product_attention',

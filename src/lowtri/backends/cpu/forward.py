@@ -176,9 +176,9 @@ class _Backward:
         tile_rows = Rows(plan, sizes.heads // sizes.kv_heads)
         cut = choose_cut(tile_rows, heads, tile_threads("backward", call, plan), memory)
         self.copies = cut.copies[1:]
-        self.ranges, self.places = table(cut, rows, heads, padded_dims)
+        self.ranges, self.offsets = table(cut, rows, heads, padded_dims)
         self.order = cut.order
-        numbers = self.places[-1][0]
+        numbers = self.offsets[-1][0]
         self.new_copies = layout.new((numbers,)) if numbers else None
         # Without padding the kernel writes dK and dV as they are returned, in the layout of k and v.
         self.is_exact = rows == sizes.nk and padded_dims == head_dims
@@ -278,8 +278,8 @@ class _Backward:
     def _add_copies(self, copies: Any, dk: Any, dv: Any) -> None:
         """Add all copies of dK and dV after the first, in their order."""
         rows = dk.shape[2]
-        ends = [begin for begin, _ in self.places[1:]]
-        for (first, last), (at_dk, at_dv), end in zip(self.copies, self.places, ends, strict=False):
+        ends = [begin for begin, _ in self.offsets[1:]]
+        for (first, last), (at_dk, at_dv), end in zip(self.copies, self.offsets, ends, strict=False):
             keys = slice(KEYS * first, min(KEYS * last, rows))
             for whole, begin, stop in ((dk, at_dk, at_dv), (dv, at_dv, end)):
                 part = whole[:, :, keys]

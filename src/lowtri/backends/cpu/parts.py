@@ -187,13 +187,13 @@ def table(cut: Cut, rows: int, heads: int, sizes: Sequence[int]) -> tuple[NDArra
         heads: batch x key/value heads.
         sizes: the numbers in a row of dK, and in one of dV.
     """
-    places, end = [(0, 0)], 0
+    offsets, end = [(0, 0)], 0
     for first, last in cut.copies[1:]:
         count = max(0, min(KEYS * last, rows) - KEYS * first)
-        places.append((end, end + heads * count * sizes[0]))
-        end = places[-1][1] + heads * count * sizes[1]
+        offsets.append((end, end + heads * count * sizes[0]))
+        end = offsets[-1][1] + heads * count * sizes[1]
     records = np.zeros(cut.parts, PART)
     for part in range(cut.parts):
         copy = part // cut.rounds
-        records[part] = (*cut.starts[part : part + 2], *cut.copies[copy], copy, *places[copy])
-    return records, [*places[1:], (end, end)]
+        records[part] = (*cut.starts[part : part + 2], *cut.copies[copy], copy, *offsets[copy])
+    return records, [*offsets[1:], (end, end)]
