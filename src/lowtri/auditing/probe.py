@@ -119,10 +119,12 @@ class PairOfRuns:
     isolate_row: bool = False  # whether a row that differs is tried again with no other row changed
     keys: Bools | None = None  # (N,) or (B, N): what is changed, where a leak is to be followed down to one key
 
-    def leak(self, row: int, position: int, size: float) -> Leak:
-        """What is reported for a position that differs."""
+    def leak(self, row: int, position: int, size: float, kind: Kind = "leak") -> Leak:
+        """What is reported for a position that differs. No key is searched for a doubt, which no report shows."""
         row, query = row + self.origin[0], position + self.origin[1]
-        key = self.key(row, query) if callable(self.key) else self.key
+        key = self.key
+        if callable(key):
+            key = key(row, query) if kind == "leak" else None
         leak = Leak(query, query if key is None else key, size, row)
         if callable(self.note):
             return replace(leak, note=self.note(leak))
@@ -295,7 +297,7 @@ class _Comparisons:
             kind = difference.kind(size)
             if kind == "clean":
                 continue
-            leak = pair.leak(row, position, size)
+            leak = pair.leak(row, position, size, kind)
             if pair.isolate_row and len(difference.sizes) > 1 and self._key(leak) not in self.confirmed:
                 if row not in alone:
                     alone[row] = self._row_alone(pair, row)
