@@ -214,7 +214,7 @@ def test_the_kernels_return_weights() -> None:
 
 MEMORY = """
     import torch, lowtri
-    from subprocesses import peak_of_process
+    from memory import peak_of_process
     torch.set_num_threads(1)
     x = torch.randn(3, 1, 1, 20_000, 16)
     lowtri.attention(*x[..., :200, :], "causal", return_received=True)

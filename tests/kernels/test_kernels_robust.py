@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from attention_cases import on_threads
-from subprocesses import peak_of_process, printed
+from memory import peak_of_process
+from subprocesses import printed
 
 import lowtri
 

@@ -1,15 +1,14 @@
-"""Processes that tests start, and the memory of a process."""
+"""Processes that tests start."""
 
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
-__all__ = ["peak_of_process", "printed", "python"]
+__all__ = ["printed", "python"]
 
 
 def python(*arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -28,8 +27,3 @@ def printed(*arguments: str, timeout: float = 300, **environment: str) -> str:
     done = python(*arguments, timeout=timeout, **environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout.strip()
-
-
-def peak_of_process() -> int:
-    """The most bytes that this process has occupied."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
