@@ -37,13 +37,13 @@ def clamped(b: Any, row: int, last: Any) -> Any:
     return b.select(b.icmp_signed("<", i64(row), last), i64(row), last)
 
 
-def prefetch(b: Any, address: Any) -> None:
-    """Load the cache line at an address into L2. The address may be invalid."""
+def prefetch(b: Any, address: Any, level: int = 2) -> None:
+    """Load the cache line at an address into L2, or L1. The address may be invalid."""
     byte = I8.as_pointer()
     kind, name = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
     function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-    to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
-    b.call(function, [b.inttoptr(address, byte), to_read, second_cache, data])
+    to_read, cache, data = (ir.Constant(I32, n) for n in (0, 4 - level, 1))
+    b.call(function, [b.inttoptr(address, byte), to_read, cache, data])
 
 
 def input_vector(b: Any, address: Any, count: int, spec: Any) -> Any:
@@ -73,7 +73,7 @@ read_int32 = operation(types.int64)(lambda b, address: b.sext(b.load(pointer(b, 
 read_int64 = operation(types.int64)(lambda b, address: b.load(pointer(b, address, I64), align=8))
 read_word = operation(types.uint64)(lambda b, address: b.load(pointer(b, address, I64), align=8))
 write_int64 = operation()(lambda b, address, x: b.store(x, pointer(b, address, I64), align=8))
-prefetch_line = operation()(prefetch)
+prefetch_line = operation()(lambda b, address: prefetch(b, address))
 # Add to an integer, atomically, which gives its value before.
 fetch_add = operation(types.int64)(lambda b, address, n: b.atomic_rmw("add", pointer(b, address, I64), n, "seq_cst"))
 
