@@ -30,7 +30,7 @@ def special_numbers(dtype: str) -> Any:
     """What decides: both zeros, infinities and NaN, denormal numbers, and the neighbours of the lowest one."""
     limits = torch.finfo(getattr(torch, dtype))
     numbers = [0.0, -0.0, math.inf, -math.inf, math.nan, -1.0, 1.0, limits.tiny, -limits.tiny, limits.min, limits.max]
-    wide = torch.tensor([*numbers, limits.min * (1 - limits.eps), -65504.0, -65536.0], dtype=torch.float64)
+    wide = torch.tensor([*numbers, limits.min * (1 - limits.eps), -65280.0, -65504.0, -65536.0], dtype=torch.float64)
     negative_nan = torch.tensor([math.nan], dtype=torch.float64).copysign(torch.tensor(-1.0))
     # Half of the least normal number is denormal; bf16 has the least one of all, too.
     return torch.cat([wide, negative_nan, torch.tensor([limits.smallest_normal / 2, -limits.smallest_normal / 4])]).to(
@@ -72,7 +72,7 @@ def numbers_and_limits(draw: Any) -> tuple[Any, float]:
         special = special[:4] if draw(st.booleans()) else special[[0, 1, 3]]
     source = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
     numbers = special[torch.randint(len(special), shape, generator=source)]
-    limit = draw(st.sampled_from([-math.inf, LOWEST[dtype], LOWEST["float16"], LOWEST["bfloat16"], -1.0]))
+    limit = draw(st.sampled_from([-math.inf, LOWEST[dtype], LOWEST["float16"], LOWEST["bfloat16"]]))
     return LAYOUTS[draw(st.sampled_from([*LAYOUTS]))](numbers), max(
         limit, LOWEST[dtype]
     ) if limit > -math.inf else limit
@@ -128,7 +128,7 @@ def test_threads_of_a_team_share_the_rows(threads: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(tables, "_threads", lambda nbytes: threads)
     monkeypatch.setattr(tables, "_BYTES_AT_ONCE", 2**10)
     tables._launch.cache_clear()
-    numbers = special_numbers("float32")[torch.randint(15, (3, 100, 333), generator=torch.Generator().manual_seed(0))]
+    numbers = special_numbers("float32")[torch.randint(18, (3, 100, 333), generator=torch.Generator().manual_seed(0))]
     bits, shown = written(write_hidden_bits, numbers, -math.inf)
     tables._launch.cache_clear()
     assert np.array_equal(bits, definition(numbers, -math.inf)[0]) and shown
@@ -139,7 +139,7 @@ def test_threads_of_a_team_share_the_rows(threads: int, monkeypatch: pytest.Monk
 
 def test_calls_from_several_threads() -> None:
     source = torch.Generator().manual_seed(0)
-    cases = [special_numbers("float32")[torch.randint(15, (1, 70, 90), generator=source)] for _ in range(6)]
+    cases = [special_numbers("float32")[torch.randint(18, (1, 70, 90), generator=source)] for _ in range(6)]
     cases += [torch.zeros(1, 70, 90)]
     expected = [definition(x, -math.inf) for x in cases]
     wrong: list[int] = []

@@ -17,6 +17,7 @@ from lowtri.kernels.spec import BYTES, KernelSpec
 from lowtri.ops.arguments import thread_count
 
 _BYTES_AT_ONCE = 2**16  # of the rows of a task
+_NUMPY_DTYPES = {np.dtype(name): name for name in ("float16", "float32", "float64")}  # in this machine's byte order
 
 Steps = tuple[int, ...]  # in bytes
 
@@ -26,7 +27,7 @@ def write_hidden_bits(numbers: Any, greatest_hidden: float, bits: NDArray[np.uin
 
     Args:
         numbers: an array or a CPU tensor (B, Nq, Nk).
-        greatest_hidden: numbers up to this one, which is below 0, hide.
+        greatest_hidden: numbers up to this one hide: -inf, or the lowest number of a dtype, no less than that of the table's own.
         bits: (B, Nq, bytes), each row packed: a bit for each key, the lowest of a byte for the first, 0 after the last key.
     """
     dtype = _dtype_of(numbers)
@@ -58,9 +59,8 @@ def write_hidden_bits(numbers: Any, greatest_hidden: float, bits: NDArray[np.uin
 def _dtype_of(numbers: Any) -> str | None:
     """The dtype, if the kernel knows it."""
     if isinstance(numbers, np.ndarray):
-        name = numbers.dtype.name if numbers.dtype.isnative else ""
-    else:
-        name = str(numbers.dtype).removeprefix("torch.")
+        return _NUMPY_DTYPES.get(numbers.dtype)
+    name = str(numbers.dtype).removeprefix("torch.")
     return name if name in BYTES else None
 
 
@@ -99,11 +99,10 @@ def _launch(threads: int, dtype: str, shape: Steps, steps: Steps, bits_steps: St
 def _range_of_hidden(greatest_hidden: float, dtype: str) -> tuple[int, int]:
     """The integer of the greatest number of a dtype that hides, as a signed one of 64 bits, and how far that of -inf is from it."""
     wide = np.dtype("float32" if dtype == "bfloat16" else dtype)
-    with np.errstate(over="ignore"):
-        number = wide.type(greatest_hidden)
-    if number > greatest_hidden:  # it was rounded
-        number = np.nextafter(number, wide.type(-np.inf))
-    limit, last = (int(x.view(f"u{wide.itemsize}")) for x in (number, wide.type(-np.inf)))
-    if dtype == "bfloat16":  # away from 0
+    numbers = np.array([greatest_hidden, -np.inf], wide)
+    limit, last = (int(x) for x in numbers.view(f"u{wide.itemsize}"))
+    if (
+        dtype == "bfloat16"
+    ):  # the lowest number of float16 is none of bf16, and the next lower one is the greatest that hides
         limit, last = (limit + 0xFFFF) >> 16, last >> 16
     return int(np.uint64(limit).view(np.int64)), last - limit
