@@ -31,6 +31,8 @@ from lowtri.kernels.operations import (
     shuffled,
 )
 
+LOG2E = 1.4426950408889634
+
 
 def clamped(b: Any, row: int, last: Any) -> Any:
     """The index of a row; of the last row if there are fewer."""
@@ -168,6 +170,42 @@ def transpose(b, source, source_row, last, target, target_row, spec):
         rows.append(b.load(pointer(b, b.add(source, b.mul(row, source_row)), kind), align=4))
     for i, column in enumerate(transposed(b, rows)):
         b.store(column, pointer(b, b.add(target, b.mul(i64(i), target_row)), kind), align=4)
+
+
+def _in_log2(b: Any, x: Any, spec: Any) -> Any:
+    """x * log2(e), of a number or a vector.
+
+    It is finite for finite x: biases often hide with ``finfo.min``, and a row of it gives the mean of all values.
+    """
+
+    def number(value: float) -> Any:
+        return constant(x.type, value) if isinstance(x.type, ir.VectorType) else ir.Constant(x.type, value)
+
+    y = b.fmul(x, number(LOG2E))
+    above, below = number(spec.greatest), number(-spec.greatest)
+    too_great = b.and_(b.fcmp_ordered(">", y, above), b.fcmp_ordered("<=", x, above))
+    too_small = b.and_(b.fcmp_ordered("<", y, below), b.fcmp_ordered(">=", x, below))
+    return b.select(too_great, above, b.select(too_small, below, y))
+
+
+to_log2 = operation("number")(lambda b, x, spec: _in_log2(b, x, spec))
+
+
+def _add_transposed(change):
+    @operation()
+    def add_transposed(b, source, source_row, target, target_row, spec):
+        """Add a square block to another: row i of the source to column i of the target; row steps in bytes."""
+        kind = spec.vector.ir
+        rows = [b.load(pointer(b, b.add(source, b.mul(i64(i), source_row)), kind), align=4) for i in range(spec.lanes)]
+        for i, column in enumerate(transposed(b, rows)):
+            place = pointer(b, b.add(target, b.mul(i64(i), target_row)), kind)
+            b.store(b.fadd(b.load(place, align=4), change(b, column, spec)), place, align=4)
+
+    return add_transposed
+
+
+add_transposed = _add_transposed(lambda b, x, spec: x)
+add_transposed_to_log2 = _add_transposed(_in_log2)
 
 
 @operation()
