@@ -103,15 +103,16 @@ def test_scratch_memory_is_written_before_it_is_read(dtype: str, fill: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("nq", "nk"), [(70, 201), (64, 96), (130, 17), (16, 15)])
 def test_a_bias_in_blocks_has_the_bits_of_one_read_pair_by_pair(nq: int, nk: int, dtype: torch.dtype) -> None:
-    """Blocks of keys that are neighbours in memory are read in whole vectors, others one by one; so are their gradients."""
+    """What are neighbours along keys or queries is read in whole vectors, other pairs one by one; so is the gradient."""
     source = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 32, generator=source).to(dtype) for n in (nq, nk, nk))
     bias = torch.randn(2, 2, nq, nk, generator=source, dtype=torch.promote_types(dtype, torch.float32))
     bias[torch.rand(bias.shape, generator=source) < 0.1] = -torch.inf
     bias[torch.rand(bias.shape, generator=source) < 0.1] = torch.finfo(bias.dtype).min
-    apart = bias.transpose(2, 3).contiguous().transpose(2, 3)
-    outputs = [lowtri.attention(q, k, v, "full", bias=x, engine="cpu") for x in (bias, apart)]
-    assert torch.equal(*outputs) and outputs[0].isfinite().all()
+    along_queries = bias.transpose(2, 3).contiguous().transpose(2, 3)
+    apart = bias.repeat_interleave(2, -1)[..., ::2]
+    output, *others = (lowtri.attention(q, k, v, "full", bias=x, engine="cpu") for x in (bias, along_queries, apart))
+    assert output.isfinite().all() and all(torch.equal(output, other) for other in others)
     leaf = bias.clamp(min=-9).requires_grad_()
     inputs = [x.double() for x in (q, k, v)]
     (gradient,) = torch.autograd.grad(lowtri.attention(q, k, v, "full", bias=leaf, engine="cpu").sum(), leaf)

@@ -189,6 +189,7 @@ def _in_log2(b: Any, x: Any, spec: Any) -> Any:
 
 
 to_log2 = operation("number")(lambda b, x, spec: _in_log2(b, x, spec))
+vector_to_log2 = operation("vector")(lambda b, vector, spec: _in_log2(b, vector, spec))
 
 
 def _add_transposed(change):

@@ -32,6 +32,7 @@ from lowtri.kernels.simd import (
     store,
     sub,
     to_log2,
+    vector_to_log2,
     write,
 )
 from lowtri.kernels.spec import QUERIES
@@ -107,19 +108,28 @@ def add_bias(call, scores, queries, keys):
     number_bytes = call.spec.number_bytes
     place = queries.batch * step.b + queries.head * step.h + queries.first * step.q + keys.first * step.k
     bias = call.bias + number_bytes * place
-    # Whole blocks of neighbouring numbers first, then the pairs that are left.
+    # Whole vectors of numbers that are neighbours along keys or queries first, then the pairs that are left.
     whole_queries = queries.count - queries.count % spec.lanes
-    whole_keys = keys.count - keys.count % spec.lanes if step.k == 1 else 0
-    for j in range(0, whole_keys, spec.lanes):
-        for i in range(0, whole_queries, spec.lanes):
-            block = bias + number_bytes * (i * step.q + j)
-            place = scores.at + scores.row * j + number_bytes * i
-            add_transposed_to_log2(block, number_bytes * step.q, place, scores.row, spec)
+    whole_keys = 0
+    if step.k == 1:
+        whole_keys = keys.count - keys.count % spec.lanes
+        for j in range(0, whole_keys, spec.lanes):
+            for i in range(0, whole_queries, spec.lanes):
+                block = bias + number_bytes * (i * step.q + j)
+                place = scores.at + scores.row * j + number_bytes * i
+                add_transposed_to_log2(block, number_bytes * step.q, place, scores.row, spec)
+    elif step.q == 1:
+        whole_keys = keys.count
+        for j in range(whole_keys):
+            for i in range(0, whole_queries, spec.lanes):
+                x = vector_to_log2(load(bias + number_bytes * (i + j * step.k), spec), spec)
+                place = scores.at + scores.row * j + number_bytes * i
+                store(place, add(load(place, spec), x))
     for j in range(keys.count):
         for i in range(whole_queries if j < whole_keys else 0, queries.count):
-            x = to_log2(read(bias + number_bytes * (i * step.q + j * step.k), spec), spec)
+            x_ij = to_log2(read(bias + number_bytes * (i * step.q + j * step.k), spec), spec)
             address = scores.at + scores.row * j + number_bytes * i
-            write(address, read(address, spec) + x, spec)
+            write(address, read(address, spec) + x_ij, spec)
 
 
 @device_function
