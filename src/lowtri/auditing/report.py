@@ -278,7 +278,10 @@ class AuditReport:
         trained = any(f.under.training or f.condition == "training" for f in ran)
         modes = dict.fromkeys([*self.modes, *(["training mode"] if trained else [])])
         length = "".join(f" and 1 x {n}" for n in dict.fromkeys(f.under.length for f in ran if f.under.length))
-        within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""
+        places = [f"in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode"] if modes else []
+        named = [f.under for f in ran if f.under.compiled or not (modes or f.under.length)]
+        places += filter(None, dict.fromkeys(under.words for under in named))
+        within = f" {' and '.join(places)}" if places else ""
         probes = dict.fromkeys(f.probe for f in ran if f.probe)
         skipped = dict.fromkeys(f.probe or f.condition for f in self.findings if f.status == "skipped")
         missing = [name for name in skipped if name not in probes]
