@@ -39,9 +39,8 @@ _SMALL_BYTES = 2**16
 _MOST_SMALL = 4
 
 Shape = tuple[int, ...]
-Bits = NDArray[
-    np.uint8
-]  # (B|1, H|1, Nq|1, bytes): a bit for each key, the lowest first, 1 = hidden, 0 after the last key
+# (B|1, H|1, Nq|1, bytes): a bit for each key, the lowest of a byte for the first; 1 = hidden, 0 after the last key
+Bits = NDArray[np.uint8]
 
 
 class ReadTable(NamedTuple):
@@ -100,9 +99,8 @@ class _Kept(NamedTuple):
 
 
 _kept: tuple[_Kept, ...] = ()  # the newest first; replaced as a whole, so that threads need no lock
-_small: tuple[
-    tuple[Any, ReadTable | None], ...
-] = ()  # small tables of numbers: their content, and what they were read as
+# Small tables of numbers: their content, and what they were read as.
+_small: tuple[tuple[Any, ReadTable | None], ...] = ()
 
 
 def read_bools(bools: Any, nq: int, nk: int, true_hides: bool = False) -> Mask | None:

@@ -101,8 +101,7 @@ def _range_of_hidden(greatest_hidden: float, dtype: str) -> tuple[int, int]:
     wide = np.dtype("float32" if dtype == "bfloat16" else dtype)
     numbers = np.array([greatest_hidden, -np.inf], wide)
     limit, last = (int(x) for x in numbers.view(f"u{wide.itemsize}"))
-    if (
-        dtype == "bfloat16"
-    ):  # the lowest number of float16 is none of bf16, and the next lower one is the greatest that hides
+    # The lowest number of float16 is none of bf16, and the next lower one is the greatest that hides.
+    if dtype == "bfloat16":
         limit, last = (limit + 0xFFFF) >> 16, last >> 16
     return int(np.uint64(limit).view(np.int64)), last - limit
