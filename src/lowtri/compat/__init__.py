@@ -82,8 +82,8 @@ def tensor_of(value: Any) -> Any:
         return value
     if isinstance(value, np.ndarray):
         return torch.as_tensor(value)
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, (float, torch.SymFloat)):
+        return torch.scalar_tensor(value, dtype=torch.float64)
     return torch.tensor(value if isinstance(value, (list, tuple, int)) else list(value))  # as_tensor fixes what varies
 
 
@@ -98,17 +98,19 @@ def integer_of(value: Any) -> Any:
 
 def is_fixed(number: Any) -> bool:
     """Whether a program that the compiler traces holds this number, and is compiled again for another one."""
-    if isinstance(number, np.ndarray):
-        return False
-    symbols = sys.modules["torch"].fx.experimental.symbolic_shapes
-    if not isinstance(number, (int, float)) or tracer() not in COMPILER or not hasattr(symbols, "has_static_value"):
+    if not isinstance(number, (int, float)):
+        return not isinstance(number, np.ndarray) and type(number).__name__ != "SymFloat"
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.compiler.is_dynamo_compiling():
         return True
-    return bool(symbols.has_static_value(number))
+    symbols = torch.fx.experimental.symbolic_shapes
+    return bool(symbols.has_static_value(number)) if hasattr(symbols, "has_static_value") else True
 
 
 def is_surely(condition: Any) -> bool:
     """The truth of a comparison; False where it is known only when the program runs, since a number was read from a tensor."""
-    if tracer() not in COMPILER:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.compiler.is_dynamo_compiling():
         return bool(condition)
-    symbols = sys.modules["torch"].fx.experimental.symbolic_shapes
+    symbols = torch.fx.experimental.symbolic_shapes
     return bool(symbols.guard_or_false(condition) if hasattr(symbols, "guard_or_false") else condition)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.compat import tracer
+from lowtri.compat import COMPILER, tracer
 from lowtri.drawing import with_drawings
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray, is_tensor
@@ -476,7 +476,7 @@ def field_text(value: Any, arrays: list[Any] | None) -> str | None:
         return None if None in texts else "[" + ", ".join([text for text in texts if text]) + "]"
     if isinstance(value, bool):
         return repr(value)
-    if arrays is not None and tracer() == "compile":  # a program then serves other numbers, too
+    if arrays is not None and tracer() in COMPILER:  # a program then serves other numbers, too
         return array_text(value, arrays)
     return f"{operator.index(value)}"
 
