@@ -54,7 +54,8 @@ class Model:
         axes: what each axis of the sequence is, if that cannot be told from the shapes: ``B`` the batch, ``N`` the positions,
             any other letter a feature. "BDN" has the channels before the time, "NBD" the batch second, "HND" no batch. After an
             arrow the same of the answer: "BDN->BNV".
-        alone: a function that runs one document of a packed row alone.
+        alone: a function that runs one document of a packed row alone: it gets the document's part of the sequence, as ``call``
+            gets the whole (by its name, where the example is a dict), and nothing else of the example.
         pads: the keyword that marks real positions (1 = real; a name that ends with ``key_padding_mask``: 1 = pad).
         vocab_size: how many ids to draw from; by default from the model's embedding or config, else the ids in the example.
 

@@ -161,7 +161,16 @@ def assert_causal(model: Any, example: Any, **arguments: Any) -> None:
     Takes the arguments of `audit`; with `mask=` it asserts any other mask.
     """
     __tracebackhide__ = True
-    audit(model, example, **arguments).raise_for_leak()
+    audit_in_test(model, example, **arguments).raise_for_leak()
+
+
+def audit_in_test(model: Any, example: Any, **arguments: Any) -> AuditReport:
+    """`audit`, whose errors show the frames of the test and of the model in pytest, and none of lowtri's."""
+    __tracebackhide__ = True
+    try:
+        return audit(model, example, **arguments)
+    except CallError as error:
+        raise error.with_traceback(None) from error.__cause__
 
 
 def probe_table() -> str:
@@ -239,7 +248,10 @@ class _Run:
             own = [result for result in self.results if result.probe == probe.name and not result.condition]
             if not own:
                 self.notes.append(f"{probe.argument}= was not used: probes= leaves {probe.name} out")
-            for result in own:
+            for padded in own:
+                # Where the argument is about the source, another probe answers it.
+                instead = padded.measured.get("instead")
+                result = next((one for one in self.results if one.probe == instead and not one.condition), padded)
                 refused = next(iter(result.measured.get("refused", {}).values()), None)
                 reason = result.message if result.status == "skipped" else refused
                 if reason is not None and result.status != "leak":

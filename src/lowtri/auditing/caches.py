@@ -49,6 +49,7 @@ class Decoder:
     name: str = ""  # where the model can be decoded in several ways
     of_documents: bool = True  # whether it may know of documents; a cache of transformers does not
     counts_calls: bool = True  # whether each part is one call of the module
+    remark: str = ""  # what was seen when its form was found out
 
     def run(self, inputs: Inputs, sizes: Sequence[int], draft: Inputs | None = None) -> Rows:
         """The rows, each part of `sizes` appended at once; with a draft, some of its positions are appended first and cropped."""
@@ -67,9 +68,10 @@ class Decoder:
 def _decoders(context: Context) -> list[Decoder]:
     """How this model decodes: with `step=`, and with its own cache."""
     tested, step = context.tested, context.tested.adapter.step
-    copied = step is tested.model or getattr(step, "__self__", None) is tested.model
-    if step is not None and tested.signature.float64 and tested.module is not None and not copied:
-        raise Skipped("step= keeps its own precision")
+    for name, function in (("step", step), ("prefill", tested.adapter.prefill)):
+        copied = function is tested.model or getattr(function, "__self__", None) is tested.model
+        if function is not None and tested.signature.float64 and tested.module is not None and not copied:
+            raise Skipped(f"{name}= keeps its own precision")
     if context.noise.random:
         raise Skipped("the model draws random numbers, and steps draw others")
     own = _own_decoder(context)
@@ -116,17 +118,27 @@ def _step_decoder(context: Context) -> Decoder:
         several = form == "several"
         return Decoder(partial(_by_step, context, form, **more), several, prefill or several, counts_calls=False)
 
-    def equals(decoder: Decoder, sizes: list[int]) -> bool:
+    def difference(decoder: Decoder, sizes: list[int]) -> Movement | None:
+        """From the whole forward; None where the step refuses."""
         with contextlib.suppress(Exception):
-            return context.compare(decoder.run(context.inputs, sizes), context.real).status != "leak"
-        return False
+            return context.compare(decoder.run(context.inputs, sizes), context.real)
+        return None
 
-    if equals(decoder("several", prefills=False), [n]) or equals(decoder("several"), [first, n - first]):
+    def equals(decoder: Decoder, sizes: list[int]) -> bool:
+        found = difference(decoder, sizes)
+        return found is not None and found.status != "leak"
+
+    at_once = difference(decoder("several", prefills=False), [n])
+    if (at_once is not None and at_once.status != "leak") or equals(decoder("several"), [first, n - first]):
         return decoder("several")
     forms = [decoder(form) for form in ("one", "column", "several")]
     for one in forms[:2]:
         if equals(one, one_by_one):
-            return one
+            if at_once is None:
+                return one
+            differs = describe_difference(at_once.greatest)
+            # A step of one position may well answer several, and another thing.
+            return replace(one, remark=f"; with several positions at once step= differs, {differs}")
     for one in forms:
         with contextlib.suppress(Exception):
             one.run(context.inputs.span(0, first + 1), [first, 1])
@@ -206,21 +218,26 @@ def _with_past(context: Context, batch: int) -> tuple[Append, Crop]:
 )
 def cache(context: Context) -> PairsOfRuns:
     tried: dict[str, Any] = {"ways": [], "refused": {}, "length": context.n}
-    early, warning = list[str](), ""
+    early, leaks = list[str](), False
+    warning = remark = ""
     for decoder in _decoders(context):
-        warning = (yield from _decoded(context, decoder, tried, early)) or warning
+        fails, words = yield from _decoded(context, decoder, tried, early)
+        leaks |= fails
+        warning = words or warning
+        remark += decoder.remark
     if not tried["ways"] and tried["refused"]:
         raise Skipped(f"cached decoding does not run: {next(iter(tried['refused'].values()))}", tried)
     if not tried["ways"]:
         raise Skipped(f"the mask shows inputs that are not yet appended when decoding {' or '.join(early)}", tried)
-    clean = f"cached decoding equals the whole forward ({', '.join(tried['ways'])})"
-    return Summary(clean, "cached decoding differs from the whole forward", tried, warning)
+    clean = f"cached decoding equals the whole forward ({', '.join(tried['ways'])}{remark})"
+    # One decoder's warning takes back no other's leak.
+    return Summary(clean, "cached decoding differs from the whole forward", tried, "" if leaks else warning)
 
 
 def _decoded(
     context: Context, decoder: Decoder, tried: dict[str, Any], early: list[str]
-) -> Generator[PairOfRuns, Movement | None, str]:
-    """Every way to decode with one decoder; returns a warning, or nothing.
+) -> Generator[PairOfRuns, Movement | None, tuple[bool, str]]:
+    """Every way to decode with one decoder; returns whether one of them differs, and a warning, or nothing.
 
     Args:
         tried: what became of each way, by its words.
@@ -241,7 +258,10 @@ def _decoded(
 
     # A decoder that gets no padding mask computes nothing that can be compared after a pad.
     real = context.real if decoder.masked else np.logical_and.accumulate(context.real, axis=1)
-    failing, certain, compared = list[_Way](), False, set[str]()
+    # Whether a difference is a leak is not known before the positions were passed.
+    place = _unpassed_positions(context)
+    failing, compared = list[tuple[_Way, PairOfRuns]](), set[str]()
+    certain = False
     for words, sizes in ways.items():
         if not _complete(context, sizes).any():
             early.append(words)
@@ -250,32 +270,38 @@ def _decoded(
             before = context.example if salt is None else context.run(context.fresh(salt))
             before.output  # noqa: B018 (run, since only the decoding may refuse)
             way = way_of(words, sizes, before, real)
-            difference = yield way.pair()
+            pair = replace(way.pair(), is_leak=not place)
+            difference = yield pair
             if difference is None:
                 break
             compared.add(words)
             if difference.status != "clean":
-                failing.append(way)
+                failing.append((way, pair))
                 certain |= difference.status == "leak"
                 break
-    if certain and _agree_with_positions(context, failing):
-        return "cached decoding differs from the whole forward, unless position_ids are passed"
-    if failing or "after a prompt" not in compared:
-        return ""
+    if certain and place and _agree_with_positions(context, [way for way, _ in failing], place):
+        return False, "cached decoding differs from the whole forward, unless position_ids are passed"
+    for _, pair in failing if place else ():
+        yield replace(pair, is_leak=True)
+    fails = bool(failing)
+    if fails or "after a prompt" not in compared:
+        return fails, ""
     if decoder.crops and decoder.several:
         halves = [n // 2, n - n // 2]
-        yield way_of("after a rejected draft", halves, context.example, real, context.fresh(403)).pair()
+        difference = yield way_of("after a rejected draft", halves, context.example, real, context.fresh(403)).pair()
+        fails |= difference is not None and difference.status != "clean"
     keyword, warning = pad_keyword(context), ""
     given = keyword in context.inputs.settings or context.tested.adapter.pads is not None
     own_pads = given or not context.real.all()
     for words, inputs, marked in _unequal(context) if decoder.masked else ():
         way = way_of(words, ways["after a prompt"], context.run(inputs), marked)
         difference = yield replace(way.pair(), is_leak=own_pads)
+        fails |= own_pads and difference is not None and difference.status != "clean"
         if not own_pads and difference is not None and difference.status == "leak":
             _, query, size = difference.first()
             differs = f"differs from the whole forward at position {query}, {describe_difference(size, '')}"
             warning = f"{words}, cached decoding {differs}; without pads they agree"
-    return warning
+    return fails, warning
 
 
 @dataclass(frozen=True)
@@ -324,10 +350,10 @@ class _Way:
     def key_that_differs(self, row: int, query: int) -> int:
         """The first key that only one of the two sees from `query`; the query itself if there is none."""
         context, inputs = self.context, self.before.inputs
-        fresh = context.fresh(401)
+        fresh, come = context.fresh(401), np.repeat(np.cumsum(self.sizes), self.sizes)
         with contextlib.suppress(Exception):
             whole, rows = self.before.output, self.decoder.run(inputs, self.sizes)
-            for key in (position for position in context.sample(24) if position <= query and self.draft is None):
+            for key in (position for position in context.sample(24) if position < come[query] and self.draft is None):
                 changed = inputs.change(np.arange(context.n) == key, fresh)
                 in_whole = movement(whole, context.tested(changed))[row, query]
                 in_steps = movement(rows, self.decoder.run(changed, self.sizes))[row, query]
@@ -336,11 +362,14 @@ class _Way:
         return query
 
 
-def _agree_with_positions(context: Context, failing: list[_Way]) -> bool:
-    """Whether the ways that fail agree once position_ids are passed."""
+def _unpassed_positions(context: Context) -> str:
+    """The keyword of positions that the model takes and the example does not pass; else nothing."""
     place = f"{context.tested.signature.prefix}position_ids"
-    if not context.tested.accepts(place) or place in context.inputs.settings:
-        return False
+    return place if context.tested.accepts(place) and place not in context.inputs.settings else ""
+
+
+def _agree_with_positions(context: Context, failing: list[_Way], place: str) -> bool:
+    """Whether the ways that fail agree once positions are passed under this keyword."""
     positions = {place: np.tile(np.arange(context.n), (context.inputs.batch, 1))}
     placed = [replace(way, before=context.run(way.before.inputs.having(positions))) for way in failing]
     with contextlib.suppress(Exception):

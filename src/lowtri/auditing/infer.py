@@ -16,7 +16,7 @@ from lowtri.auditing.context import Context, movement
 from lowtri.auditing.declared import DeclaredMask, blocks
 from lowtri.auditing.example import Bools, read_example
 from lowtri.auditing.model_under_test import ModelUnderTest
-from lowtri.auditing.reading import read_context
+from lowtri.auditing.reading import find_separator, read_context
 from lowtri.compat.transformers_private import attention_name
 from lowtri.errors import CallError, UndecidedError
 from lowtri.masks import Mask, documents, full, table
@@ -272,12 +272,41 @@ def described_mask(context: Context, seen: Bools, labels: Any = None) -> Inferre
     real = context.real
     layers = _layers(context) if context.tested.module is not None else []
     care = real[:, :, None] & real[:, None, :]
+    if context.separator is not None:  # it was not changed, so what it moves is not known
+        care = care & (context.inputs.sequences[0] != context.separator)[:, None, :]
     texts = tuple(fitted(pairs, care, labels).text for pairs in layers)
     of_layers = len(set(texts)) == 1 and not (seen & care & ~_reach(layers)).any()
     if not (seen & care).any() and not of_layers:
         return None
     fit = fitted(layers[0] if of_layers else seen, care, labels)
+    if fit.text == _NO_FORMULA and context.separator is None:
+        fit = _between_separators(context, seen, care) or fit
     return replace(fit, layers=texts, seen=seen)
+
+
+def _between_separators(context: Context, seen: Bools, care: Bools) -> InferredMask | None:
+    """The formula of documents that end (or begin) at one of the example's tokens; None where there are none.
+
+    To change such a token joins two documents, which says nothing about who sees it: what it moves is left out.
+    """
+    if not context.inputs.discrete:
+        return None
+    ids = context.inputs.sequences[0]
+    for token in np.unique(ids):
+        without = care & (ids != token)[:, None, :]
+        for begins in (np.roll(ids == token, 1, axis=1), ids == token):
+            begins[:, 0] = False
+            if not begins.any():
+                continue
+            labels = np.cumsum(begins, axis=1)
+            fit = fitted(seen, without, labels)
+            mask = DeclaredMask(fit.mask)
+            if fit.text == _NO_FORMULA or not mask.names_documents:
+                continue
+            declared = mask.pairs(context.n, context.inputs.batch)
+            if find_separator(replace(context, mask=mask, declared=declared)) == token:
+                return fit
+    return None
 
 
 def _reach(layers: Sequence[Bools]) -> Bools:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import runpy
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,9 +67,14 @@ def _user_code(target: str, traceback: bool) -> Iterator[None]:
 
 
 def user_frames(error: BaseException) -> list[str]:
-    """Where an error was raised, without the frames of lowtri and of Python's own runpy."""
-    ours = str(Path(__file__).parents[1])
-    frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith((ours, "<frozen runpy"))]
+    """Where an error was raised, without the frames of lowtri and of Python's own library."""
+    ours, library = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
+
+    def is_users(file: str) -> bool:
+        # Packages may be installed inside of the library's folder.
+        return not file.startswith((ours, "<frozen ")) and (not file.startswith(library) or "site-packages" in file)
+
+    frames = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
     return [f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
 
 

@@ -89,7 +89,7 @@ def padding(context: Context) -> PairsOfRuns:
     name, n = pad_keyword(context), context.n
     tested, real = context.tested, context.real
     if name is None:
-        raise Skipped("the model takes no known padding mask; pass pads=")
+        raise _without_keyword(context)
     arrays = {str(key) for key, value in context.inputs.settings.items() if isinstance(value, np.ndarray)}
     if arrays - {name, f"{tested.signature.prefix}position_ids", "token_type_ids"}:
         raise Skipped("other inputs follow the positions, and how to pad them cannot be inferred")
@@ -154,6 +154,17 @@ def padding(context: Context) -> PairsOfRuns:
     message = f"{{count}} of {len(tried)} ways to pad change real positions"
     clean = f"padded equals alone ({len(tried)} ways to pad)"
     return Summary(clean, message, measured, "" if leaking else warning)
+
+
+def _without_keyword(context: Context) -> Skipped:
+    """Why no padding mask is known, and what to do about it."""
+    named, prefix = context.tested.adapter.pads, context.tested.signature.prefix
+    if named is not None:  # among the inputs that belong to rows
+        return Skipped(f"{named} marks the pads of the source", {"instead": source.name})
+    taken = next((prefix + name for name in _KEYWORDS if context.tested.accepts(prefix + name)), None)
+    if taken is not None:
+        return Skipped(f'the example passes no {taken}; pass it, or pads="{taken}"')
+    return Skipped("the model takes no known padding mask; pass pads=")
 
 
 @probe(

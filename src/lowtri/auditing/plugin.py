@@ -72,9 +72,9 @@ def lowtri_audit(request: pytest.FixtureRequest) -> Callable[..., AuditReport]:
 
     def check(model: Any, example: Any, **arguments: Any) -> AuditReport:
         __tracebackhide__ = True
-        from lowtri.auditing.audit import audit
+        from lowtri.auditing.audit import audit_in_test
 
-        report = audit(model, example, **arguments)
+        report = audit_in_test(model, example, **arguments)
         request.node.user_properties.append((_PROPERTY, report.message))
         try:
             report.raise_for_leak()

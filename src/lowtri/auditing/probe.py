@@ -37,6 +37,7 @@ class Leak:
     probe: str = ""  # set by `examine`, as are the next two
     paired: bool = False  # query and key are positions of the probe's input
     under: Condition = EXAMPLE
+    noise64: float | None = None  # of the float64 copy, where it was found there
 
     @property
     def condition(self) -> str:
@@ -62,7 +63,8 @@ class Leak:
                 how = f"turns output {self.query} from finite to infinite or NaN, or back"
             text = f"position {self.query} sees position {self.key}: changing input {self.key} {how}"
         text = f"{self.under.words}, {text}" if self.under.words else text
-        text += f" (noise {noise:.1g})." if noise else " (noise 0)."
+        noise, where = (noise, "") if self.noise64 is None else (self.noise64, " in float64")
+        text += f" (noise {noise:.1g}{where})." if noise else f" (noise 0{where})."
         return text + (f" First seen in {self.module}." if self.module else "")
 
 
@@ -327,7 +329,8 @@ class _Comparisons:
         if confirmed and not self.confirmed and pair.before is None:  # once: then the model is known to repeat itself
             confirmed, leak = self._repeated(leak, pair, spot)
         leaks, key = self.confirmed if confirmed else self.unconfirmed, self._key(leak)
-        if key not in leaks or leaks[key].size < leak.size:
+        # Of a pair the draw that moves it most is reported; else what was tried first, which is the simplest.
+        if key not in leaks or (self.by_pair and leaks[key].size < leak.size):
             leaks[key] = leak
         before = pair.before or self.context.example
         if confirmed and self.watch is None and None not in (before.calls, pair.run.calls):
@@ -416,6 +419,8 @@ def _decided(context: Context, probe: Probe) -> ProbeResult:
     if second.status == "clean":
         return replace(second, note=f"up to {size:.2g} in the model's precision vanishes in float64: rounding")
     if second.status not in ("doubt", "undecided"):
+        noise = copy64.noise.greatest
+        second = replace(second, leaks=tuple(replace(leak, noise64=noise) for leak in second.leaks))
         return replace(_with_module(copy64, probe, second), note="confirmed in float64")
     # In float64 rounding is some 1e-15; what shrank with the precision is noise that the copy still rounds.
     if second.greatest >= size / 30:

@@ -50,7 +50,7 @@ def interpreted(context: Context) -> tuple[Context, list[str]]:
         _check_axes(context)
     if context.noise.broken is None:
         context = _from_own_positions(context, notes)
-        token = _separator(context)
+        token = find_separator(context)
         if token is not None:
             context = replace(context, separator=token)
             notes.append(f"documents end at token {token}: it is neither changed nor drawn")
@@ -130,7 +130,7 @@ def _from_own_positions(context: Context, notes: list[str]) -> Context:
     return own
 
 
-def _separator(context: Context) -> int | None:
+def find_separator(context: Context) -> int | None:
     """The token at which the model ends a document: to change one of them changes who may see whom. None where documents do not end
     at a token of the example.
 

@@ -85,11 +85,8 @@ def _span(one: str, several: str, first: int, count: int, step: int, n: int) -> 
     return f"{one} {start}" if start == last else f"{several} {start} to {last}"
 
 
-_VERDICTS = {
-    "no leak found": ("clean", 0),
-    "leak": ("leak", 1),
-    "could not decide": ("undecided", 3),
-}  # style, exit code
+# Style and exit code.
+_VERDICTS = {"no leak found": ("clean", 0), "leak": ("leak", 1), "could not decide": ("undecided", 3)}
 _SERIOUS = ("leak", "undecided", "doubt", "warning", "clean", "skipped")
 _STYLE = f"""{TABLE_STYLE}:root h1::first-letter {{ text-transform: uppercase }}
 :root .lead {{ font-size: var(--s3); line-height: 1.5; color: var(--soft) }} :root .figure svg {{ max-width: 100%; height: auto }}
@@ -278,7 +275,10 @@ class AuditReport:
         trained = any(f.under.training or f.condition == "training" for f in ran)
         modes = dict.fromkeys([*self.modes, *(["training mode"] if trained else [])])
         length = "".join(f" and 1 x {n}" for n in dict.fromkeys(f.under.length for f in ran if f.under.length))
-        within = f" in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode" if modes else ""
+        places = [f"in {' and '.join(mode.removesuffix(' mode') for mode in modes)} mode"] if modes else []
+        named = [f.under for f in ran if f.under.compiled or not (modes or f.under.length)]
+        places += filter(None, dict.fromkeys(under.words for under in named))
+        within = f" {' and '.join(places)}" if places else ""
         probes = dict.fromkeys(f.probe for f in ran if f.probe)
         skipped = dict.fromkeys(f.probe or f.condition for f in self.findings if f.status == "skipped")
         missing = [name for name in skipped if name not in probes]

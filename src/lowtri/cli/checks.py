@@ -87,10 +87,11 @@ def audit(
 
     if mask is not None:
         as_mask(mask)  # an error in it is reported before the model is loaded
-    loaded = load_target(target, length=length, vocab_size=vocab, seed=seed, read=_read, traceback=traceback)
+    with _stdout_to_stderr():
+        loaded = load_target(target, length=length, vocab_size=vocab, seed=seed, read=_read, traceback=traceback)
     arguments = dict(loaded.arguments)
     if infer:
-        with _frames_shown(traceback):
+        with _stdout_to_stderr(), _frames_shown(traceback):
             inferred = infer_mask(loaded.model, loaded.example, redraw=redraw, seed=seed)
         data = {name: getattr(inferred, name) for name in ("layers", "nearest", "differs")}
         print_result({"mask": inferred.text, **data}, inferred.message, json)
@@ -106,7 +107,7 @@ def audit(
         mask = "causal" if loaded.mask is None else loaded.mask
     if seed or "seed" not in arguments:
         arguments["seed"] = seed
-    with _frames_shown(traceback):
+    with _stdout_to_stderr(), _frames_shown(traceback):
         report = run(loaded.model, loaded.example, mask=mask, **arguments)
     print_report(report, json, out)
 
