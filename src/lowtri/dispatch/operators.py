@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.backends import GradientSource
-from lowtri.compat import constant_while_traced, is_fixed, tensor_of, tracer
+from lowtri.compat import constant_while_traced
+from lowtri.compat.programs import is_fixed, tensor_of, tracer
 from lowtri.compat.torch_private import below_autograd, outside_graph, transform_stack
 from lowtri.dispatch.backward import KnownResults, gradients_of_call
 from lowtri.dispatch.exported import exports_to_onnx, formula_for_onnx

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.compat import COMPILER, tensor_of, tracer
+from lowtri.compat.programs import COMPILER, tensor_of, tracer
 from lowtri.errors import CallError, MaskError
 from lowtri.forks import after_fork, renew_cached_properties
 from lowtri.masks.tile import POSITION_MAX, refuse_symbol

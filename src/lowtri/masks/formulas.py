@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.compat import COMPILER, is_surely, tracer
+from lowtri.compat.programs import COMPILER, is_surely, tracer
 from lowtri.masks.mask import Mask, constructor, field_text
 from lowtri.masks.tile import POSITION_MAX, Index, check_count
 

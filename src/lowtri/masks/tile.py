@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.compat import integer_of, is_fixed, is_surely, tracer
+from lowtri.compat.programs import integer_of, is_fixed, is_surely, tracer
 from lowtri.errors import CallError, MaskError
 
 POSITION_MAX = 2**62
