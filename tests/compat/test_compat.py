@@ -113,6 +113,7 @@ def run(code: str) -> str:
     ("module", "absent"),
     [
         ("__init__", {"numpy", "torch", "numba", "transformers"}),
+        ("programs", {"torch", "numba", "transformers"}),
         ("torch_private", {"numba", "transformers"}),
         ("numba_private", {"torch", "transformers"}),
         ("transformers_private", {"torch", "numba", "transformers"}),

@@ -181,6 +181,65 @@ def test_torch_checks_the_operators(engine: str, dropout: float) -> None:
     assert found == dict.fromkeys(good, "SUCCESS")
 
 
+class Masked(nn.Module):
+    """Attention under a mask that is made from the queries."""
+
+    def __init__(self, make: Callable[[torch.Tensor], lowtri.Mask]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, self.make(q))
+
+
+OF_EACH_LENGTH: dict[str, tuple[Callable[[torch.Tensor], lowtri.Mask], str]] = {
+    "window": (lambda q: window(q.shape[-2] // 2), r"window: n holds \(s\d+//2\)"),
+    "documents": (lambda q: causal() & documents(lengths=[2, q.shape[-2] - 2]), r"documents: lengths holds s\d+ - 2"),
+}
+
+
+@pytest.mark.parametrize("name", OF_EACH_LENGTH)
+def test_a_number_of_the_length_is_exported_by_the_compiler_or_refused(name: str) -> None:
+    make, words = OF_EACH_LENGTH[name]
+    module, length = Masked(make), torch.export.Dim("length", min=4, max=64)
+    example = tuple(x.detach() for x in inputs(12))
+    shapes = ({2: length},) * 3
+    fix = r"which each run of the exported program may have another number for\.\nFix: torch\.export without .* strict=True\."
+    with pytest.raises(MaskError, match=f"{words}, {fix}"):
+        torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+    program = torch.export.export(module, example, dynamic_shapes=shapes, strict=True).module()
+    for n in (5, 12, 40):
+        x = [tensor.detach() for tensor in inputs(n)]
+        assert torch.equal(program(*x), module(*x))
+
+
+def test_a_formula_is_exported_for_one_length() -> None:
+    module, length = Attend(FORMULA), torch.export.Dim("length", min=4, max=64)
+    example = tuple(x.detach() for x in inputs(12))
+    with pytest.raises(lowtri.CallError) as told:
+        torch.export.export(module, example, dynamic_shapes=({2: length},) * 3, strict=False)
+    assert str(told.value).startswith("attention: torch.export with a mask of where() and lengths that vary, [s")
+    assert str(told.value).endswith(
+        "the mask becomes a table of its pairs.\n"
+        "Fix: torch.export without dynamic_shapes for the dimensions of tokens; or a mask without where()."
+    )
+    program = torch.export.export(module, example, strict=False).module()
+    x = [tensor.detach() for tensor in inputs(12, seed=1)]
+    torch.testing.assert_close(program(*x), module(*x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_number_that_each_run_computes_is_exported(strict: bool) -> None:
+    class Scaled(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attention(q, k, v, "causal", scale=q.std().item())
+
+    module, example = Scaled(), tuple(x.detach() for x in inputs())
+    program = torch.export.export(module, example, strict=strict).module()
+    x = [tensor.detach() for tensor in inputs(seed=1)]
+    assert torch.equal(program(*x), module(*x))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)])
 def test_a_step_of_training_compiled(backend: str) -> None:
     torch.manual_seed(0)

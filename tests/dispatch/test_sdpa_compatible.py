@@ -281,8 +281,49 @@ def test_numbers_that_hide(kind, hidden, n):
         assert torch.equal(ours(q, k, v, attn_mask=numbers), expected)
         assert np.array_equal(ours(q.numpy(), k.numpy(), v.numpy(), numbers.numpy()), expected.numpy())
         if hidden == -math.inf:
-            for dtype in (torch.float16, torch.bfloat16, torch.float64):
-                assert torch.equal(ours(q, k, v, attn_mask=numbers.to(dtype)), expected)
+            for dtype in (np.float16, np.float64):
+                found = ours(q.numpy(), k.numpy(), v.numpy(), numbers.numpy().astype(dtype))
+                assert np.array_equal(found, expected.numpy())
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_that_differ_are_taken_where_torch_takes_them(autocast):
+    """Of attn_mask, and of query, key and value. A half or single attn_mask of float64 queries is right under autocast, too."""
+    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        for dtypes in [(a, a, a, b) for a in FLOATS for b in (*FLOATS, torch.bool)] + [
+            (*three, None) for three in itertools.product(FLOATS, repeat=3)
+        ]:
+            inputs = [x.to(dtype) for x, dtype in zip(draw((2,), 5, 5), dtypes[:3], strict=True)]
+            if dtypes[3] is not None:
+                inputs.append((torch.arange(25).reshape(5, 5) % 7).to(dtypes[3]))
+            try:
+                expected = torchs(*inputs)
+            except RuntimeError:
+                if autocast is None or dtypes[0] != torch.float64 or dtypes[3] is None:
+                    with pytest.raises(CallError):
+                        ours(*inputs)
+                continue
+            found = ours(*inputs)
+            assert found.dtype == expected.dtype and near(
+                found, expected, str(found.dtype).removeprefix("torch."), times=16
+            )
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_table_of_another_dtype_is_refused_with_the_fix(compiles):
+    q, k, v = draw((2, 3), 5, 5)
+    torch._dynamo.reset()
+    call = torch.compile(ours, backend="eager") if compiles else ours
+    with pytest.raises(CallError) as told:
+        call(q, k, v, torch.zeros(5, 5, dtype=torch.float64))
+    assert str(told.value) == (
+        "scaled_dot_product_attention: attn_mask is torch.float64 and query torch.float32, "
+        "but numbers to add are float32 or query's dtype. Fix: attn_mask.to(query.dtype)."
+    )
+    assert call(q, k, v, torch.zeros(5, 5, dtype=torch.float64).to(q.dtype)).shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -12,7 +12,8 @@ from functools import wraps
 from threading import Lock
 from typing import Any
 
-from lowtri.compat import constant_while_traced, tracer
+from lowtri.compat import constant_while_traced
+from lowtri.compat.programs import tracer
 from lowtri.errors import EngineError
 from lowtri.forks import after_fork
 

@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.backends import GradientSource
-from lowtri.compat import constant_while_traced, is_fixed, is_surely, tensor_of, tracer
+from lowtri.compat import constant_while_traced
+from lowtri.compat.programs import is_fixed, tensor_of, tracer
 from lowtri.compat.torch_private import below_autograd, outside_graph, transform_stack
 from lowtri.dispatch.backward import KnownResults, gradients_of_call
 from lowtri.dispatch.exported import exports_to_onnx, formula_for_onnx
-from lowtri.dispatch.prepared import autocast_device, find, prepared_call, run_eagerly, without_autocast
+from lowtri.dispatch.prepared import as_autocast, autocast_device, find, prepared_call, run_eagerly, without_autocast
 from lowtri.errors import CallError, MaskError
 from lowtri.masks.mask import Mask
 from lowtri.masks.text import as_mask, from_text, to_text
@@ -125,11 +126,13 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: dict[str, Any]) -> Any:
     kind = _kind_of_trace()
     if kind == "onnx":
         return formula_for_onnx(q, k, v, mask, CallOptions(**options))
+    if text is None and kind == "exported":
+        _check_static(q, k)
     if text is None or kind == "transform" or not _are_of_operator(q, k, v, bias, options):
         return _eager(q, k, v, mask, CallOptions(**options))
     dtype = _autocast_dtype(q.device.type)
     if dtype is not None:
-        q, k, v = [x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v)]
+        q, k, v = [as_autocast(x, dtype) for x in (q, k, v)]
     call, tensors, factors = _call_text(text, bias, bias_kind, options)
     numbers = None
     if values:
@@ -145,6 +148,16 @@ def traced(q: Any, k: Any, v: Any, mask: Any, options: dict[str, Any]) -> Any:
     else:
         return _attention_output(q, k, v, *arguments)
     return tuple(results) if returns_more else results[0]
+
+
+def _check_static(q: Any, k: Any) -> None:
+    """Raise where an exported mask of where() would need the table of all pairs for lengths that vary."""
+    lengths = [getattr(x, "shape", (0, 0))[-2] for x in (q, k)]
+    if any([type(n).__name__ == "SymInt" for n in lengths]):
+        raise CallError(
+            f"attention: torch.export with a mask of where() and lengths that vary, {lengths}; the mask becomes a table of its pairs.\n"
+            "Fix: torch.export without dynamic_shapes for the dimensions of tokens; or a mask without where()."
+        )
 
 
 _eager = outside_graph(
@@ -234,7 +247,7 @@ def _call_text(
         words.append("sinks")
         tensors.append(options["sinks"])
     given = [name for name in ("scale", "softcap") if options.get(name) is not None]
-    if _may_drop(options.get("dropout", 0.0)):
+    if options.get("dropout"):
         words.append("seed")
         # A compiler that removes equal operations keeps this one for each call, since each call has new memory.
         tensors.append(_dropout_seed(torch.empty((), dtype=torch.int64)))
@@ -254,11 +267,6 @@ def _call_text(
             tensors.append(tensor_of(options[name]))
     words.append(f"mask={mask}")
     return "; ".join(words), tensors, factors
-
-
-def _may_drop(dropout: Any) -> bool:
-    """Whether there may be dropout; also where it is known only when the program runs."""
-    return isinstance(dropout, np.ndarray) or not is_surely(dropout == 0)
 
 
 def _requires_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> bool:

@@ -123,8 +123,12 @@ def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[str | None, tuple[Any, ..
     import torch
 
     dtype = torch.get_autocast_dtype(device)
-    arrays = (x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in (q, k, v))
-    return device, tuple(arrays)
+    return device, tuple(as_autocast(x, dtype) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
+
+
+def as_autocast(x: Any, dtype: Any) -> Any:
+    """A tensor in the dtype of autocast, which casts all floats but those of float64."""
+    return x.to(dtype) if x.is_floating_point() and x.dtype.itemsize < 8 else x
 
 
 def autocast_device(q: Any) -> str | None:

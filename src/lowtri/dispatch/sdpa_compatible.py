@@ -9,7 +9,7 @@ import numpy as np
 
 from lowtri.dispatch.attend import attention
 from lowtri.dispatch.dense_tables import lowest_number, read_bools, read_numbers
-from lowtri.dispatch.prepared import is_traced
+from lowtri.dispatch.prepared import autocast_device, is_traced
 from lowtri.errors import CallError
 from lowtri.masks.array_masks import Keys, keys, table
 from lowtri.masks.formulas import Full, causal, full
@@ -66,8 +66,9 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., L, E).  key: (..., S, E).  value: (..., S, Ev). The leading dimensions broadcast. Or jagged nested tensors.
-        attn_mask: bools, True = attend, or numbers to add to the scores; broadcasts to (..., L, S); or torch's
-            ``causal_upper_left`` or ``causal_lower_right``. One of keys alone, (S,) or (B, 1, 1, S), is never widened to all pairs.
+        attn_mask: bools, True = attend, or numbers to add to the scores, float32 or in query's dtype; broadcasts to (..., L, S);
+            or torch's ``causal_upper_left`` or ``causal_lower_right``. One of keys alone, (S,) or (B, 1, 1, S), is never widened to
+            all pairs.
         dropout_p: the probability with which a weight is dropped, in training and in evaluation alike.
         is_causal: query i sees keys 0 .. i, also where L and S differ (upper-left alignment); of these, those that attn_mask shows.
         scale: factor on the scores; 1 / sqrt(E) by default.
@@ -206,6 +207,8 @@ def _read_masks(
     kind, given_shape = str(attn_mask.dtype).removeprefix("torch."), tuple(attn_mask.shape)
     if kind != "bool" and "float" not in kind:
         raise _error(f"attn_mask is {kind}, but it takes bools (True = attend) or numbers to add. Fix: attn_mask != 0.")
+    if kind not in ("bool", "float32") and attn_mask.dtype != q.dtype:
+        _check_dtype(attn_mask, q)
     shape = (*(front or q.shape[:2]), nq, nk)
     padded = (1,) * (len(shape) - len(given_shape)) + given_shape
     if not given_shape or len(padded) > len(shape) or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
@@ -234,6 +237,18 @@ def _read_masks(
         wide = _spread(attn_mask, (rows, heads, nq, nk))
         of_pairs = table(wide[0, 0] if rows == heads == 1 else wide)
     return of_pairs, None, None
+
+
+def _check_dtype(attn_mask: Any, q: Any) -> None:
+    """Raise for a tensor of numbers that torch would not add to the scores; NumPy's arrays, which it does not know, may have any."""
+    if isinstance(attn_mask, np.ndarray):
+        return
+    is_cast = autocast_device(q) is not None and attn_mask.dtype.itemsize < 8
+    if not is_cast:
+        raise _error(
+            f"attn_mask is {attn_mask.dtype} and query {q.dtype}, but numbers to add are float32 or query's dtype. "
+            "Fix: attn_mask.to(query.dtype)."
+        )
 
 
 def _from_the_top(q: Any, k: Any) -> NDArray[np.int64] | None:

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.compat import COMPILER, tensor_of, tracer
+from lowtri.compat.programs import COMPILER, tensor_of, tracer
 from lowtri.errors import CallError, MaskError
 from lowtri.forks import after_fork, renew_cached_properties
-from lowtri.masks.tile import POSITION_MAX
+from lowtri.masks.tile import POSITION_MAX, refuse_symbol
 
 after_fork(renew_cached_properties)  # of all of lowtri; masks have the first ones
 
@@ -249,6 +249,9 @@ def _checked(mask: str, name: str, value: Any, shapes: Mapping[int, str], conten
         if value.dtype.is_floating_point or is_bool != (content == "bools"):
             raise MaskError(f"{mask}: {name} is {value.dtype}, {expected}{'' if is_bool else _fix_for_bools(content)}")
         return value
+    if tracer() == "export" and isinstance(value, (list, tuple)):
+        for number in value:
+            refuse_symbol(mask, name, number)
     array = in_numpy(name, value)
     if isinstance(array, str):
         raise MaskError(f"{mask}: {array}, {expected}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.compat import is_surely, tracer
+from lowtri.compat.programs import COMPILER, is_surely, tracer
 from lowtri.masks.mask import Mask, constructor, field_text
 from lowtri.masks.tile import POSITION_MAX, Index, check_count
 
@@ -65,7 +65,7 @@ class Band(Mask):
         return strip + strip // 2
 
     def _text(self, arrays: list[Any] | None = None) -> str:
-        if arrays is None or tracer() != "compile":
+        if arrays is None or tracer() not in COMPILER:
             return self.name
         if is_surely(self.after == 0):
             if is_surely(self.before >= POSITION_MAX):
@@ -114,7 +114,7 @@ def window(n: int) -> Mask:
     Source: the backward half of the sliding window in Longformer (Beltagy et al. 2020).
     """
     n = check_count("window", "n", n, least=1)
-    return Band(n - 1, 0, "" if tracer() == "compile" else f"window({n})")
+    return Band(n - 1, 0, "" if tracer() in COMPILER else f"window({n})")
 
 
 @constructor()
@@ -135,7 +135,7 @@ def band(before: int, after: int) -> Mask:
     Source: the symmetric window of Longformer (Beltagy et al. 2020).
     """
     before, after = check_count("band", "before", before, least=0), check_count("band", "after", after, least=0)
-    return Band(before, after, "" if tracer() == "compile" else f"band({before}, {after})")
+    return Band(before, after, "" if tracer() in COMPILER else f"band({before}, {after})")
 
 
 @dataclass(frozen=True, repr=False)

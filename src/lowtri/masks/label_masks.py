@@ -95,11 +95,8 @@ class PackedDocuments(Labelled):
     _array: ClassVar[NDArray[np.int64]]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_totals", () if self.open_end else (sum(self.lengths),))
         object.__setattr__(self, "_array", np.array(self.lengths, np.int64))  # which compiled programs read
-
-    @property
-    def packed_totals(self) -> tuple[int, ...]:
-        return () if self.open_end else (sum(self.lengths),)
 
     @cached_property
     def _cuts(self) -> NDArray[np.int64]:

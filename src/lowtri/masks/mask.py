@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.compat import tracer
+from lowtri.compat.programs import COMPILER, tracer
 from lowtri.drawing import with_drawings
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray, is_tensor
@@ -96,6 +96,7 @@ class Mask:
     _rank = 1  # dimensions of a mask's arrays for one batch row and head
     _depth = 0  # the operators around the deepest mask inside
     _size = 1  # the masks inside
+    _totals: tuple[int, ...] | None = ()  # packed_totals; None where a part is of lengths that a program computes
     _strength = 3  # how strongly its text binds: | 1, & 2, all others 3
 
     @property
@@ -109,7 +110,9 @@ class Mask:
     @property
     def packed_totals(self) -> tuple[int, ...]:
         """The tokens of a row by each ``documents(lengths=...)`` of the mask that has an end; calls compare them with their keys."""
-        return tuple([n for part in self.operands for n in part.packed_totals])
+        if self._totals is None:
+            return tuple([n for part in self.operands for n in part.packed_totals])
+        return self._totals
 
     def _fields(self) -> list[Any]:
         return [getattr(self, name) for name in self.__match_args__]  # type: ignore[attr-defined]
@@ -143,6 +146,9 @@ class Mask:
         object.__setattr__(self, "_depth", depth)
         object.__setattr__(self, "_size", size)
         object.__setattr__(self, "depends_on_query", any([part.depends_on_query for part in parts]))
+        totals = [part._totals for part in parts]
+        known = None if None in totals else tuple([n for of_part in totals if of_part for n in of_part])
+        object.__setattr__(self, "_totals", known)
 
     # What a subclass implements, for non-negative positions.
 
@@ -476,7 +482,7 @@ def field_text(value: Any, arrays: list[Any] | None) -> str | None:
         return None if None in texts else "[" + ", ".join([text for text in texts if text]) + "]"
     if isinstance(value, bool):
         return repr(value)
-    if arrays is not None and tracer() == "compile":  # a program then serves other numbers, too
+    if arrays is not None and tracer() in COMPILER:  # a program then serves other numbers, too
         return array_text(value, arrays)
     return f"{operator.index(value)}"
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.compat import COMPILER, constant_while_traced, tracer
+from lowtri.compat import constant_while_traced
+from lowtri.compat.programs import COMPILER, tracer
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray, in_numpy
 from lowtri.masks.mask import CONSTRUCTORS, MAX_DEPTH, NOT_IN_TEXT, Mask, called

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.compat import integer_of, is_fixed, is_surely, tracer
+from lowtri.compat.programs import integer_of, is_fixed, is_surely, tracer
 from lowtri.errors import CallError, MaskError
 
 POSITION_MAX = 2**62
@@ -40,6 +40,7 @@ def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
             which may be explained after a comma. One that a program computes from a tensor is checked when the program runs.
     """
     value = integer_of(value)
+    refuse_symbol(function, name, value)
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise MaskError(
             f"{function}: {name} is {short_repr(value)}, but it counts tokens: a whole number, at least {least}."
@@ -49,6 +50,15 @@ def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
             f"{function}: {name} is {short_repr(value)}, but it must lie in {least} .. 2**62. Fix: {name.split(',')[0]}={least}."
         )
     return int(value)
+
+
+def refuse_symbol(function: str, name: str, value: Any) -> None:
+    """Raise for torch's SymInt, which stands for a number where torch.export(strict=False) runs the caller."""
+    if type(value).__name__ == "SymInt":
+        raise MaskError(
+            f"{function}: {name} holds {value!r}, which each run of the exported program may have another number for.\n"
+            "Fix: torch.export without dynamic_shapes for it, or with strict=True."
+        )
 
 
 def check_flag(where: str, name: str, value: Any, error: type[Exception] = CallError) -> bool:

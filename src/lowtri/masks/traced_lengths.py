@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.compat import tracer
+from lowtri.compat.programs import tracer
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray
 from lowtri.masks.mask import CONSTRUCTORS, Mask, array_text, field_text
@@ -34,6 +34,8 @@ class OfTracedLengths(Mask):
     function: str  # of the user
     argument: str
     open_end: bool = False
+
+    _totals = None
 
     def __post_init__(self) -> None:
         of_keys = self.function == "keys"
