@@ -27,6 +27,7 @@ from lowtri.benching import facts, headline, torch_threads
 from lowtri.pictures.labels import aligned
 
 Call = Callable[[], object]
+# The weights of a small Llama's layer.
 LAYER = (
     (256, 256),
     (128, 256),
@@ -35,7 +36,7 @@ LAYER = (
     (512, 256),
     (512, 256),
     (256, 512),
-)  # weights of a small Llama's layer
+)
 LAYERS = 8
 MOST_SECONDS = 6  # of a row and a column, but at least three turns
 

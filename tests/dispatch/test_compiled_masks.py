@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +36,10 @@ def all_but_first(lengths: Tensor) -> Tensor:
     return (lengths.sum() - lengths[0])[None]
 
 
+def two_lengths(lengths: Tensor) -> list[int]:
+    return [first(lengths), int(lengths.sum()) - first(lengths)]
+
+
 # How a mask is made from an argument, and the argument of a batch.
 MASKS: dict[str, tuple[Callable[[Any], lowtri.Mask], Callable[[Tensor], Any]]] = {
     "lengths": (lambda x: lowtri.causal() & lowtri.documents(lengths=x), lambda n: n),
@@ -45,6 +51,21 @@ MASKS: dict[str, tuple[Callable[[Any], lowtri.Mask], Callable[[Tensor], Any]]] =
     "band and chunks": (lambda x: lowtri.band(x, 3) & lowtri.chunks(x + 1), first),
     "stride and prefix": (lambda x: (lowtri.strided(x) & lowtri.causal()) - lowtri.first(x), first),
 }
+# Only inside of a program: what is no tensor there.
+MADE_INSIDE: dict[str, tuple[Callable[[Any], lowtri.Mask], Callable[[Tensor], Any]]] = {
+    "a list": (lambda x: lowtri.causal() & lowtri.documents(lengths=x), two_lengths),
+    "a list with an inner mask": (lambda x: lowtri.documents(lengths=x, inner="window(3)"), two_lengths),
+    "edges in a tuple": (lambda x: lowtri.documents(cu_seqlens=(0, x[0], x[0] + x[1])), two_lengths),
+    "a list of keys": (lambda x: lowtri.keys(lengths=[x[0]]), two_lengths),
+    "NumPy's array": (lambda x: lowtri.documents(lengths=x), lambda n: np.array(two_lengths(n))),
+    "labels of NumPy": (lambda x: lowtri.documents(x), lambda n: labels(n).numpy()),
+    "flags of NumPy": (lambda x: lowtri.keys(x), lambda n: labels(n).numpy() < 2),
+    "NumPy's integer": (lambda x: lowtri.window(x), lambda n: np.int64(n[0])),
+    "NumPy's integer, computed": (lambda x: lowtri.band(x.max(), x.min()) - lowtri.chunks(2), lambda n: n.numpy()),
+    "a number of a tensor": (lambda x: lowtri.causal() & lowtri.chunks(x.max().item()), lambda n: n),
+    "an int of a tensor": (lambda x: lowtri.band(int(x[0]), 0) | lowtri.first(int(x[1])), lambda n: n),
+    "all but a mask": (lambda x: lowtri.full() - lowtri.window(x), first),
+}
 
 
 def attend(x: Tensor, mask: lowtri.Mask) -> Tensor:
@@ -52,10 +73,11 @@ def attend(x: Tensor, mask: lowtri.Mask) -> Tensor:
     return lowtri.attention(q, k, v, mask).square().sum()
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["as an argument", "made inside"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("name", "inside"), [*itertools.product(MASKS, (False, True)), *((name, True) for name in MADE_INSIDE)]
+)
 def test_masks_of_other_numbers_compile_at_most_twice(name: str, inside: bool) -> None:
-    make, argument_of = MASKS[name]
+    make, argument_of = {**MASKS, **MADE_INSIDE}[name]
     torch._dynamo.reset()
     counter = CompileCounter()
     program = torch.compile(
@@ -86,3 +108,104 @@ def test_numbers_of_a_mask_that_change_in_place_are_read_again(n: int) -> None:
         ids.fill_(0)
         ids[begin:] = 1
         assert torch.equal(program(ids), function(ids))
+
+
+def test_drafts_in_a_list_are_part_of_the_program() -> None:
+    def function(parents: list[int], start: int) -> Any:
+        return lowtri.attention(q, q, q, lowtri.tree(parents, start=start))
+
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 12, 8)
+    program = torch.compile(function, backend="eager", fullgraph=True)
+    for parents, start in (([-1, 0, 0, 1], 8), ([-1, 0, 1, 2], 9), ([-1, -1, 1, 0], 8)):
+        assert torch.equal(program(parents, start), function(parents, start))
+
+
+def labels_of_two(lengths: list[int]) -> list[int]:
+    return [0 for _ in range(lengths[0])] + [1 for _ in range(lengths[1])]
+
+
+# What no graph has, and masks whose numbers a program made.
+BREAKS: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda x: ~lowtri.documents(lengths=x),
+    "a list in a joined mask": lambda x: lowtri.causal() & ~lowtri.documents(lengths=x),
+    "a tensor": lambda x: ~lowtri.documents(lengths=torch.tensor(x)),
+    "labels": lambda x: lowtri.causal() - ~lowtri.documents(labels_of_two(x)),
+    "keys": lambda x: ~~lowtri.keys(lengths=x[:1]),
+    "a formula": lambda x: lowtri.where(lambda q, k: k <= q + 1) & lowtri.documents(lengths=x, open_end=True),
+    "a formula and an inner mask": lambda x: (
+        lowtri.where(lambda q, k: k <= q + 1) & lowtri.documents(lengths=x, inner="window(2) | first(1)")
+    ),
+    "NumPy's integer": lambda x: ~lowtri.window(np.int64(x[0])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace the builtin.*")
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_mask_that_leaves_its_program_is_the_mask_outside(name: str) -> None:
+    def function(lengths: list[int]) -> Any:
+        return lowtri.attention(q, q, q, BREAKS[name](lengths))
+
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 12, 8)
+    program = torch.compile(function, backend="eager")
+    for lengths in ([5, 7], [4, 8], [9, 3]):
+        assert torch.equal(program(lengths), function(lengths))
+
+
+def test_what_a_mask_made_in_a_program_says_outside() -> None:
+    torch._dynamo.reset()
+    made = torch.compile(lambda x: lowtri.documents(lengths=x), backend="eager")([5, 7])
+    right = lowtri.documents(lengths=[5, 7])
+    assert repr(made) == repr(right) and made.packed_totals == (12,) and np.array_equal(made.dense(12), right.dense(12))
+    flags = torch.compile(lambda x: lowtri.causal() & lowtri.keys(lengths=x), backend="eager")([2, 3])
+    assert flags.batch == (2,) and np.array_equal(
+        flags.dense(4), (lowtri.causal() & lowtri.keys(lengths=[2, 3])).dense(4)
+    )
+    q = torch.zeros(1, 2, 13, 8)
+    with pytest.raises(
+        lowtri.MaskError, match=r"documents\(lengths=\[5, 7\]\) add up to 12, but the row has 13 tokens"
+    ):
+        lowtri.attention(q, q, q, made)
+
+
+REFUSED: dict[str, tuple[Callable[[], lowtri.Mask], str]] = {
+    "a tensor": (
+        lambda: lowtri.window(torch.tensor(3)),
+        r"window: n is Tensor of a program that is traced, but it counts tokens: a whole number, at least 1\.",
+    ),
+    "a fraction": (lambda: lowtri.window(3.5), r"window: n is 3\.5, but it counts tokens"),
+    "fractions": (
+        lambda: lowtri.documents(lengths=[1.5, 2.5]),
+        r"documents: lengths is torch\.float32, but it takes integers of shape \(N,\)\.",
+    ),
+    "zeros and ones": (
+        lambda: lowtri.hidden([[0, 1], [0, 0]]),
+        r"hidden: bools is torch\.int64, but it takes bools .* Fix: x != 0, after checking whether it marks visible or",
+    ),
+    "starts": (
+        lambda: lowtri.tree([-1, 0], start=[10, 9]),
+        r"tree: start belongs to a program that is being traced, so its numbers cannot be read\. Fix: documents, keys, table",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_mask_made_inside_refuses(name: str) -> None:
+    make, words = REFUSED[name]
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 12, 8)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
+        torch.compile(lambda x: lowtri.attention(x, x, x, make()), backend="eager", fullgraph=True)(q)
+
+
+def test_a_number_that_comes_with_a_tensor_is_checked_when_the_program_runs() -> None:
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 12, 8)
+    program = torch.compile(
+        lambda x, n: lowtri.attention(x, x, x, lowtri.band(n[0].item(), 2)), backend="eager", fullgraph=True
+    )
+    assert torch.equal(program(q, torch.tensor([3])), lowtri.attention(q, q, q, lowtri.band(3, 2)))
+    for wrong in (-1, 2**62 + 1, -(2**62)):
+        with pytest.raises(lowtri.MaskError, match=rf"band: before is {wrong}, but it must lie in 0 \.\. 2\*\*62"):
+            program(q, torch.tensor([wrong]))

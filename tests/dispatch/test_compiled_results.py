@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -246,3 +247,38 @@ def test_a_scale_may_be_numpys_number_in_a_program(fullgraph: bool) -> None:
         lambda q, k, v: attention(q, k, v, "causal", scale=1 / np.sqrt(8)), backend="eager", fullgraph=fullgraph
     )
     assert torch.equal(program(q, k, v), attention(q, k, v, "causal", scale=1 / np.sqrt(8)))
+
+
+# A factor that each run of the program computes, and its arguments.
+COMPUTED: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
+    "NumPy's number": (lambda x: x, [np.float32(0.5), np.float32(0.25), np.float32(0.125)]),
+    "NumPy's root": (lambda x: 1 / np.sqrt(x), [np.float64(8), np.float64(9), np.float64(10)]),
+    "the mean of an array": (lambda x: x.mean(), [np.array([0.5, 0.25]), np.array([0.5, 0.75])]),
+    "a tensor's number": (lambda x: x.item(), [torch.tensor(0.1), torch.tensor(0.7)]),
+    "a tensor's number, in float64": (lambda x: 0.5 * float(x.mean()), [torch.tensor(x).double() for x in (0.1, 0.7)]),
+    "a number": (lambda x: x, [0.1, 0.2, 0.3, 0.4]),
+}
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap", "dropout"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_factor_that_each_run_computes(name: str, option: str) -> None:
+    compute, given = COMPUTED[name]
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: Any) -> Any:
+        options: Any = {option: compute(x)}
+        return attention(q, k, v, "causal", **options)
+
+    program = compiled(function)
+    for x in given:
+        inputs = (*leaves(), x)
+        assert same(outcome(program, inputs), outcome(function, inputs))
+    programs = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+    assert len(programs) == (len(given) if name == "a number" else 1)
+
+
+def test_a_factor_that_each_run_computes_is_checked_then() -> None:
+    q = torch.zeros(1, 2, 4, 8)
+    program = compiled(lambda x: attention(q, q, q, "causal", scale=x.item()))
+    with pytest.raises(CallError, match="scale is nan, but scores are multiplied by a finite number"):
+        program(torch.tensor(torch.nan))

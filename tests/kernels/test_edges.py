@@ -98,3 +98,25 @@ def test_scratch_memory_is_written_before_it_is_read(dtype: str, fill: int) -> N
         same_output, same_gradients = with_gradients("cpu", x, mask)
         assert torch.equal(same_output, output)
         assert all(torch.equal(one, two) for one, two in zip(same_gradients, gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("nq", "nk"), [(70, 201), (64, 96), (130, 17), (16, 15)])
+def test_a_bias_in_blocks_has_the_bits_of_one_read_pair_by_pair(nq: int, nk: int, dtype: torch.dtype) -> None:
+    """Blocks of keys that are neighbours in memory are read in whole vectors, others one by one; so are their gradients."""
+    source = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 32, generator=source).to(dtype) for n in (nq, nk, nk))
+    bias = torch.randn(2, 2, nq, nk, generator=source, dtype=torch.promote_types(dtype, torch.float32))
+    bias[torch.rand(bias.shape, generator=source) < 0.1] = -torch.inf
+    bias[torch.rand(bias.shape, generator=source) < 0.1] = torch.finfo(bias.dtype).min
+    apart = bias.transpose(2, 3).contiguous().transpose(2, 3)
+    outputs = [lowtri.attention(q, k, v, "full", bias=x, engine="cpu") for x in (bias, apart)]
+    assert torch.equal(*outputs) and outputs[0].isfinite().all()
+    leaf = bias.clamp(min=-9).requires_grad_()
+    inputs = [x.double() for x in (q, k, v)]
+    (gradient,) = torch.autograd.grad(lowtri.attention(q, k, v, "full", bias=leaf, engine="cpu").sum(), leaf)
+    exact = torch.softmax(inputs[0] @ inputs[1].mT / 32**0.5 + leaf.detach().double(), -1)
+    at_output = inputs[2].sum(-1)[:, :, None]
+    expected = exact * (at_output - (exact * at_output).sum(-1, keepdim=True))
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(gradient.double(), expected, atol=tolerance, rtol=tolerance)

@@ -21,6 +21,8 @@ _FLAGS = (
     *("--disable-component-update", "--disable-default-apps", "--disable-sync", "--force-color-profile=srgb"),
 )
 
+_LIMIT = 300.0  # seconds after which a browser hangs; on a busy machine one that works may need a minute for an answer
+
 
 def chromium() -> str | None:
     """The path of the system's Chromium or Chrome; None where there is none."""
@@ -52,7 +54,7 @@ class Browser:
         self._number = 0
         self.events: list[dict[str, Any]] = []
 
-    def send(self, method: str, session: str | None = None, timeout: float = 60, **params: Any) -> dict[str, Any]:
+    def send(self, method: str, session: str | None = None, timeout: float = _LIMIT, **params: Any) -> dict[str, Any]:
         """Call a method of the protocol, and return its result; events that arrive meanwhile are kept."""
         self._number += 1
         number = self._number
@@ -81,7 +83,7 @@ class Browser:
         answer: dict[str, Any] = json.loads(message)
         return answer
 
-    def wait_for(self, event: str, session: str, timeout: float = 30) -> None:
+    def wait_for(self, event: str, session: str, timeout: float = _LIMIT) -> None:
         """Wait until an event of this name has arrived."""
         deadline = time.monotonic() + timeout
         while not any(e.get("method") == event and e.get("sessionId") == session for e in self.events):

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from lowtri.dispatch import jagged, sdpa_compatible
+from lowtri.dispatch import dense_tables, jagged, sdpa_compatible
 from lowtri.generation import slots
 from lowtri.integrations import dense_mask, flash_attn, function_mask
 from lowtri.integrations import torch as torch_nn
@@ -29,7 +29,6 @@ from lowtri.integrations.transformers import caching as transformers_caching
 from lowtri.integrations.transformers import masks as transformers_masks
 from lowtri.masks import Mask, causal
 from lowtri.masks.tile import Truth
-from lowtri.ops import dense_tables
 
 Change = Callable[[Any], Any]  # from a function to the one that takes its place
 

@@ -85,11 +85,8 @@ def _span(one: str, several: str, first: int, count: int, step: int, n: int) -> 
     return f"{one} {start}" if start == last else f"{several} {start} to {last}"
 
 
-_VERDICTS = {
-    "no leak found": ("clean", 0),
-    "leak": ("leak", 1),
-    "could not decide": ("undecided", 3),
-}  # style, exit code
+# Style and exit code.
+_VERDICTS = {"no leak found": ("clean", 0), "leak": ("leak", 1), "could not decide": ("undecided", 3)}
 _SERIOUS = ("leak", "undecided", "doubt", "warning", "clean", "skipped")
 _STYLE = f"""{TABLE_STYLE}:root h1::first-letter {{ text-transform: uppercase }}
 :root .lead {{ font-size: var(--s3); line-height: 1.5; color: var(--soft) }} :root .figure svg {{ max-width: 100%; height: auto }}

@@ -117,9 +117,8 @@ def vmap_level() -> int:
     return level
 
 
-below_autograd = _private(
-    "_C._AutoDispatchBelowAutograd"
-)  # () -> a context in which operators run without their autograd
+# () -> a context in which operators run without their autograd.
+below_autograd = _private("_C._AutoDispatchBelowAutograd")
 
 
 @contextmanager

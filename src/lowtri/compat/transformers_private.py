@@ -12,7 +12,7 @@ from functools import wraps
 from threading import Lock
 from typing import Any
 
-from lowtri.compat import constant_while_traced
+from lowtri.compat import constant_while_traced, tracer
 from lowtri.errors import EngineError
 from lowtri.forks import after_fork
 
@@ -41,7 +41,7 @@ def collects_attentions() -> bool:
         except ImportError:
             return True
     collector = module._active_collector
-    if is_traced() and not getattr(collector, "compiling", True):  # no forward that collects is part of the program
+    if tracer() and not getattr(collector, "compiling", True):  # no forward that collects is part of the program
         return _collected_names() == "attentions"
     collected = collector.get()
     return collected is not None and any("attentions" in name for name in collected)
@@ -52,12 +52,6 @@ def _collected_names() -> str:
     """ "attentions" if a forward around the program collects them while it is traced."""
     collected = sys.modules["transformers.utils.output_capturing"]._active_collector.get()
     return "attentions" if collected is not None and any("attentions" in name for name in collected) else ""
-
-
-def is_traced() -> bool:
-    """Whether torch.compile traces the caller."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
 def has_interface(model: Any) -> bool:

@@ -9,5 +9,6 @@ choose            which backend runs a call
 operators         attention() under torch.compile and torch.export: operators of the graph
 exported          a call in torch's own operations, for torch.onnx.export
 jagged            jagged nested tensors as one row of documents
+dense_tables      tables of bools or numbers of other libraries, read as masks
 sdpa_compatible   torch's scaled_dot_product_attention, with torch's meanings
 """

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtri.backends import GradientSource
-from lowtri.compat import constant_while_traced
+from lowtri.compat import constant_while_traced, is_fixed, is_surely, tensor_of, tracer
 from lowtri.compat.torch_private import below_autograd, outside_graph, transform_stack
 from lowtri.dispatch.backward import KnownResults, gradients_of_call
 from lowtri.dispatch.exported import exports_to_onnx, formula_for_onnx
@@ -52,11 +52,12 @@ class Arguments(NamedTuple):
     # Those that ``call`` names, then the mask's arrays. Packages of AOTInductor cannot pass an empty list.
     tensors: Sequence[Tensor] | None = None
     factors: Sequence[float] | None = None  # those that ``call`` names
-    numbers: Sequence[int] | None = None  # one for each placeholder of the mask's text, -1 where that is an array
+    numbers: Sequence[int] | None = None  # one for each placeholder of the mask's text
 
 
 # Bytes of a mask's arrays up to which the mask is kept: reading larger ones takes a small part of their call.
 _MOST_KEPT = 2**16
+_AN_ARRAY = -(2**63)  # among the numbers, in the place of an array
 _SCHEMA = "Tensor q, Tensor k, Tensor v, str call, Tensor[]? tensors, float[]? factors, SymInt[]? numbers"
 
 
@@ -77,6 +78,11 @@ class CallText(NamedTuple):
     factors: tuple[str, ...]
 
 
+_FACTORS = "scale", "softcap", "dropout"
+# The words for tensors; a factor is one where each run of the program computes it.
+_TENSORS = "bias", "sinks", "seed", "q_positions", "k_positions", "scale_tensor", "softcap_tensor", "dropout_tensor"
+
+
 @lru_cache(1024)
 def _read_call(text: str) -> CallText:
     """A call from its text, as ``"return_lse; engine=cpu; bias; sinks; scale; mask=causal"``."""
@@ -85,8 +91,8 @@ def _read_call(text: str) -> CallText:
     values: dict[str, Any] = dict(word.split("=", 1) for word in words if "=" in word)
     bias_kind = values.pop("bias_kind", None)
     flags: dict[str, Any] = {word: True for word in words if word.startswith("return_")}
-    tensors = tuple(word for word in words if word in ("bias", "sinks", "seed", "q_positions", "k_positions"))
-    factors = tuple(word for word in words if word in ("scale", "softcap", "dropout"))
+    tensors = tuple(word for word in words if word in _TENSORS)
+    factors = tuple(word for word in words if word in _FACTORS)
     return CallText(mask, CallOptions(**flags, **values), bias_kind, tensors, factors)
 
 
@@ -181,7 +187,7 @@ def _kind_of_trace() -> str:
         return "onnx"
     if transform_stack() is not None:
         return "transform"
-    if hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting():
+    if tracer():  # torch.export's; the compiler's program is said to run while this constant is computed
         return "exported"
     return "with gradients" if torch.is_grad_enabled() else "without gradients"
 
@@ -227,26 +233,32 @@ def _call_text(
     if options.get("sinks") is not None:
         words.append("sinks")
         tensors.append(options["sinks"])
-    if options.get("dropout"):
+    given = [name for name in ("scale", "softcap") if options.get(name) is not None]
+    if _may_drop(options.get("dropout", 0.0)):
         words.append("seed")
         # A compiler that removes equal operations keeps this one for each call, since each call has new memory.
         tensors.append(_dropout_seed(torch.empty((), dtype=torch.int64)))
-        words.append("dropout")
-        factors.append(options["dropout"])
+        given.append("dropout")
     if options.get("q_positions") is not None:
         words.append("q_positions")
-        tensors.append(_tensor(options["q_positions"]))
+        tensors.append(tensor_of(options["q_positions"]))
     if options.get("k_positions") is not None:
         words.append("k_positions")
-        tensors.append(_tensor(options["k_positions"]))
-    if options.get("scale") is not None:
-        words.append("scale")
-        factors.append(options["scale"])
-    if options.get("softcap") is not None:
-        words.append("softcap")
-        factors.append(options["softcap"])
+        tensors.append(tensor_of(options["k_positions"]))
+    for name in given:
+        if is_fixed(options[name]):
+            words.append(name)
+            factors.append(options[name])
+        else:
+            words.append(f"{name}_tensor")
+            tensors.append(tensor_of(options[name]))
     words.append(f"mask={mask}")
     return "; ".join(words), tensors, factors
+
+
+def _may_drop(dropout: Any) -> bool:
+    """Whether there may be dropout; also where it is known only when the program runs."""
+    return isinstance(dropout, np.ndarray) or not is_surely(dropout == 0)
 
 
 def _requires_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> bool:
@@ -258,28 +270,12 @@ def _requires_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, si
 def _arrays_and_numbers(values: list[Any]) -> tuple[list[Tensor], list[int] | None]:
     """What the placeholders of a mask's text stand for: the arrays as tensors, and the numbers, which are inputs of the graph, too."""
     arrays = [x for x in values if not isinstance(x, int)]
-    if not all(isinstance(array, Tensor) for array in arrays) and _strictly_exporting():
+    if not all(isinstance(array, Tensor) for array in arrays) and tracer() == "strict export":
         raise MaskError(
             "attention: torch.export(strict=True) does not keep the arrays of a mask, since they are NumPy's. Fix: strict=False."
         )
-    numbers = [x if isinstance(x, int) else -1 for x in values]
-    return [_tensor(array) for array in arrays], numbers if len(numbers) > len(arrays) else None
-
-
-def _strictly_exporting() -> bool:
-    """Whether torch.export traces with the compiler, which replaces NumPy arrays by tensors without data."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        and hasattr(torch.compiler, "is_exporting")
-        and torch.compiler.is_exporting()
-    )
-
-
-def _tensor(array: Any) -> Any:
-    """Positions, or an array of a mask, as a tensor."""
-    if isinstance(array, Tensor):
-        return array
-    return torch.as_tensor(array if isinstance(array, np.ndarray) else list(array))
+    numbers = [x if isinstance(x, int) else _AN_ARRAY for x in values]
+    return [tensor_of(array) for array in arrays], numbers if len(numbers) > len(arrays) else None
 
 
 # What the operators compute.
@@ -312,6 +308,7 @@ def _given(arguments: Arguments) -> Given:
     named: dict[str, Any] = dict(zip(call.tensors, tensors, strict=False))
     factors: dict[str, Any] = dict(zip(call.factors, arguments.factors or (), strict=True))
     seed = named.pop("seed", None)
+    factors |= {name: named.pop(f"{name}_tensor").item() for name in _FACTORS if f"{name}_tensor" in named}
     options = call.options._replace(**named, **factors)
     options = options._replace(bias=bias_from_arguments(options.bias, call.bias_kind))
     mask = _mask(call.mask, tensors[len(call.tensors) :], arguments.numbers)
@@ -342,7 +339,7 @@ def _mask_of(text: str, arrays: list[NDArray[Any]], numbers: tuple[int, ...] | N
     values: list[Any] = arrays
     if numbers is not None:
         each = iter(arrays)
-        values = [next(each) if number < 0 else number for number in numbers]
+        values = [next(each) if number == _AN_ARRAY else number for number in numbers]
     return from_text(text, values)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from lowtri.dispatch.attend import attention
+from lowtri.dispatch.dense_tables import lowest_number, read_bools, read_numbers
 from lowtri.dispatch.prepared import is_traced
 from lowtri.errors import CallError
 from lowtri.masks.array_masks import Keys, keys, table
@@ -16,7 +17,6 @@ from lowtri.masks.mask import Mask
 from lowtri.masks.tile import check_flag
 from lowtri.ops.arguments import plain_array
 from lowtri.ops.call import CallOptions
-from lowtri.ops.dense_tables import lowest_number, read_bools, read_numbers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

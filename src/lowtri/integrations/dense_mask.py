@@ -2,8 +2,8 @@
 
 A table is boolean or additive (added to the scores). A boolean table is read as torch's SDPA reads it, True = may see, or as
 ``nn.MultiheadAttention`` does, True = hidden. An additive one hides a pair with -inf or with the lowest number of its dtype; any other
-number but 0 is a bias (:mod:`lowtri.ops.dense_tables` reads both). The last row of a table is that of the last key; where there are
-more queries than keys, the first row is that of the first key. Inside torch.compile and torch.export a table stays a tensor.
+number but 0 is a bias (:mod:`lowtri.dispatch.dense_tables` reads both). The last row of a table is that of the last key; where there
+are more queries than keys, the first row is that of the first key. Inside torch.compile and torch.export a table stays a tensor.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lowtri.dispatch.dense_tables import lowest_number, read_bools, read_numbers
 from lowtri.errors import CallError
 from lowtri.masks.array_masks import keys, table
 from lowtri.masks.formulas import Band, full
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import EMPTY
 from lowtri.ops.arguments import plain_array
-from lowtri.ops.dense_tables import lowest_number, read_bools, read_numbers
 
 _FEW = 16  # queries: below, reading keys and values dominates, and hidden keys are trimmed at both ends
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lowtri.backends import BACKENDS
 from lowtri.dispatch.attend import attention
+from lowtri.dispatch.dense_tables import with_half_of_the_lowest
 from lowtri.errors import CallError, EngineError
 from lowtri.integrations.dense_mask import join, read_pairs, top_left_positions
 from lowtri.integrations.replaced_class import SwappedForward, replace_forward, restore_forward
@@ -35,7 +36,6 @@ from lowtri.masks.formulas import causal, full
 from lowtri.masks.mask import Mask
 from lowtri.masks.tile import check_flag, short_repr
 from lowtri.ops.arguments import plain_array
-from lowtri.ops.dense_tables import with_half_of_the_lowest
 
 __all__ = ["MultiheadError", "switch"]
 

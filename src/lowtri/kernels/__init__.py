@@ -29,4 +29,5 @@ backward          the gradients of attention
 weights           the weights, and what each key received
 decode_products   the two products of few queries with a cache
 decode            few queries against a cache
+hidden            which pairs a dense table of numbers hides
 """

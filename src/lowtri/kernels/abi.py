@@ -355,6 +355,12 @@ DECODE = Abi(
     "parts_done",
 )
 
+# A table of numbers (batch, rows, numbers in a row), with steps in bytes, and its bits. ``limit`` is the greatest number that hides, as
+# an integer, and ``span`` how far that of -inf is from it. ``shown`` becomes 1 if a number that does not hide is not 0.
+_TABLE = ("number_bytes", "rows", "numbers_in_row", "batch_step", "row_step", "bits_batch_step", "bits_row_step")
+_HIDING = ("parts", "rows_at_once", "limit", "span")
+HIDDEN = Abi("hidden", ("numbers", "bits", "shown"), dict.fromkeys((*_TABLE, *_HIDING), np.int64))
+
 # The limits of a CPU, which measured rates are compared with.
 MULTIPLY = Abi("multiply", (), {"repeats": np.int64})
 READ = Abi("read", ("source", "sums"), {"block": np.int64})

@@ -15,6 +15,7 @@ from lowtri.kernels.amx_tiles import HALF_ROW, add_to_half, score_half
 from lowtri.kernels.device import device_function
 from lowtri.kernels.operands import key_operand, value_operand
 from lowtri.kernels.simd import (
+    LOG2E,
     add,
     any_greater,
     as_number,
@@ -35,7 +36,6 @@ from lowtri.kernels.simd import (
 )
 from lowtri.kernels.softmax import (
     LARGE,
-    LOG2E,
     MAX_RISE,
     apply_mask,
     finish_scores,

@@ -37,6 +37,8 @@ from lowtri.kernels.operands import (
     whole_tile,
 )
 from lowtri.kernels.simd import (
+    LOG2E,
+    add_transposed,
     as_number,
     exp2,
     fma,
@@ -58,7 +60,7 @@ from lowtri.kernels.simd import (
     sub,
     write,
 )
-from lowtri.kernels.softmax import LOG2E, finish_scores, load_lse, query_number
+from lowtri.kernels.softmax import finish_scores, load_lse, query_number
 from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tile_products import add_to_rows, add_weighted_rows, score_tile
 from lowtri.kernels.values import Packed, Packing, Rows, Span, Sums
@@ -399,8 +401,16 @@ def add_d_bias(call, own, part, queries, keys):
     place = part * step.part + queries.batch * step.b + queries.head * step.h
     place += queries.first * step.q + keys.first * step.k
     d_bias = call.d_bias + spec.number_bytes * place
+    # Whole blocks of entries of their own that are neighbours first, then the pairs that are left.
+    whole_queries = queries.count - queries.count % spec.lanes
+    whole_keys = keys.count - keys.count % spec.lanes if step.k == 1 and step.q != 0 else 0
+    for i in range(0, whole_queries, spec.lanes):
+        for j in range(0, whole_keys, spec.lanes):
+            block = own.ds + spec.row_bytes * j + spec.number_bytes * i
+            place = d_bias + spec.number_bytes * (i * step.q + j)
+            add_transposed(block, spec.row_bytes, place, spec.number_bytes * step.q, spec)
     for j in range(keys.count):
-        for i in range(queries.count):
+        for i in range(whole_queries if j < whole_keys else 0, queries.count):
             d_bias_ij = d_bias + spec.number_bytes * (i * step.q + j * step.k)
             ds = read(own.ds + spec.row_bytes * j + spec.number_bytes * i, spec)
             write(d_bias_ij, read(d_bias_ij, spec) + ds, spec)

@@ -28,6 +28,7 @@ from lowtri.kernels.rows import (
     rows_of,
 )
 from lowtri.kernels.simd import (
+    LOG2E,
     add,
     any_greater,
     as_number,
@@ -47,9 +48,10 @@ from lowtri.kernels.simd import (
     splat,
     store,
     sub,
+    to_log2,
     write,
 )
-from lowtri.kernels.softmax import LN2, LOG2E, apply_softcap, times_log2e, to_log2
+from lowtri.kernels.softmax import LN2, apply_softcap, times_log2e
 from lowtri.kernels.values import Packed, Softmax, Sums, Tokens
 
 # Bytes of the next rows, where keys and values change places: the CPU's own prefetcher begins anew there.

@@ -111,10 +111,9 @@ def dot_products(keys, queries, rows, chunks, scores, spec):
 
     Rows are ``chunks`` of 16 elements.
     """
-    row, period = (
-        0,
-        8 if spec.has_decode_blocks_of_eight else rows,
-    )  # the first block of four reads ahead for the others
+    row = 0
+    # The first block of four reads ahead for the others.
+    period = 8 if spec.has_decode_blocks_of_eight else rows
     while row < rows:
         left, target = rows - row, Packed(scores.at + row * scores.row, scores.row)
         size, block = min(4, left), queries + 64 * row * chunks

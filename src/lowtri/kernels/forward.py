@@ -31,11 +31,8 @@ from lowtri.kernels.operands import (
     transposed_queries,
     value_operand,
 )
-from lowtri.kernels.simd import (
-    as_number,
-    read,
-)
-from lowtri.kernels.softmax import LOG2E, apply_mask, finish_scores, softmax_tile, store_lse
+from lowtri.kernels.simd import LOG2E, as_number, read
+from lowtri.kernels.softmax import apply_mask, finish_scores, softmax_tile, store_lse
 from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tile_products import add_weighted_rows, score_tile
 from lowtri.kernels.tiles import ALL_TILES, tile_count, tile_of_queries, tile_spans, visible_tiles

@@ -31,19 +31,21 @@ from lowtri.kernels.operations import (
     shuffled,
 )
 
+LOG2E = 1.4426950408889634
+
 
 def clamped(b: Any, row: int, last: Any) -> Any:
     """The index of a row; of the last row if there are fewer."""
     return b.select(b.icmp_signed("<", i64(row), last), i64(row), last)
 
 
-def prefetch(b: Any, address: Any) -> None:
-    """Load the cache line at an address into L2. The address may be invalid."""
+def prefetch(b: Any, address: Any, level: int = 2) -> None:
+    """Load the cache line at an address into L2, or L1. The address may be invalid."""
     byte = I8.as_pointer()
     kind, name = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
     function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-    to_read, second_cache, data = (ir.Constant(I32, n) for n in (0, 2, 1))
-    b.call(function, [b.inttoptr(address, byte), to_read, second_cache, data])
+    to_read, cache, data = (ir.Constant(I32, n) for n in (0, 4 - level, 1))
+    b.call(function, [b.inttoptr(address, byte), to_read, cache, data])
 
 
 def input_vector(b: Any, address: Any, count: int, spec: Any) -> Any:
@@ -73,7 +75,7 @@ read_int32 = operation(types.int64)(lambda b, address: b.sext(b.load(pointer(b, 
 read_int64 = operation(types.int64)(lambda b, address: b.load(pointer(b, address, I64), align=8))
 read_word = operation(types.uint64)(lambda b, address: b.load(pointer(b, address, I64), align=8))
 write_int64 = operation()(lambda b, address, x: b.store(x, pointer(b, address, I64), align=8))
-prefetch_line = operation()(prefetch)
+prefetch_line = operation()(lambda b, address: prefetch(b, address))
 # Add to an integer, atomically, which gives its value before.
 fetch_add = operation(types.int64)(lambda b, address, n: b.atomic_rmw("add", pointer(b, address, I64), n, "seq_cst"))
 
@@ -168,6 +170,42 @@ def transpose(b, source, source_row, last, target, target_row, spec):
         rows.append(b.load(pointer(b, b.add(source, b.mul(row, source_row)), kind), align=4))
     for i, column in enumerate(transposed(b, rows)):
         b.store(column, pointer(b, b.add(target, b.mul(i64(i), target_row)), kind), align=4)
+
+
+def _in_log2(b: Any, x: Any, spec: Any) -> Any:
+    """x * log2(e), of a number or a vector.
+
+    It is finite for finite x: biases often hide with ``finfo.min``, and a row of it gives the mean of all values.
+    """
+
+    def number(value: float) -> Any:
+        return constant(x.type, value) if isinstance(x.type, ir.VectorType) else ir.Constant(x.type, value)
+
+    y = b.fmul(x, number(LOG2E))
+    above, below = number(spec.greatest), number(-spec.greatest)
+    too_great = b.and_(b.fcmp_ordered(">", y, above), b.fcmp_ordered("<=", x, above))
+    too_small = b.and_(b.fcmp_ordered("<", y, below), b.fcmp_ordered(">=", x, below))
+    return b.select(too_great, above, b.select(too_small, below, y))
+
+
+to_log2 = operation("number")(lambda b, x, spec: _in_log2(b, x, spec))
+
+
+def _add_transposed(change):
+    @operation()
+    def add_transposed(b, source, source_row, target, target_row, spec):
+        """Add a square block to another: row i of the source to column i of the target; row steps in bytes."""
+        kind = spec.vector.ir
+        rows = [b.load(pointer(b, b.add(source, b.mul(i64(i), source_row)), kind), align=4) for i in range(spec.lanes)]
+        for i, column in enumerate(transposed(b, rows)):
+            place = pointer(b, b.add(target, b.mul(i64(i), target_row)), kind)
+            b.store(b.fadd(b.load(place, align=4), change(b, column, spec)), place, align=4)
+
+    return add_transposed
+
+
+add_transposed = _add_transposed(lambda b, x, spec: x)
+add_transposed_to_log2 = _add_transposed(_in_log2)
 
 
 @operation()

@@ -12,7 +12,9 @@ import numpy as np
 from lowtri.kernels.device import device_function
 from lowtri.kernels.rows import multiply_by, rescale_sums, softmax_of_vector
 from lowtri.kernels.simd import (
+    LOG2E,
     add,
+    add_transposed_to_log2,
     any_greater,
     as_number,
     div,
@@ -29,13 +31,13 @@ from lowtri.kernels.simd import (
     splat,
     store,
     sub,
+    to_log2,
     write,
 )
 from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tiles import FIRST_16, edges_of
 from lowtri.kernels.values import Packed
 
-LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 LARGE = 2.0**20  # units of log 2: above it a float32's last digit is an eighth or more
 MAX_RISE = 8.0  # rescale only if the maximum rose by more: weights stay below 2 ** 8
@@ -105,22 +107,19 @@ def add_bias(call, scores, queries, keys):
     number_bytes = call.spec.number_bytes
     place = queries.batch * step.b + queries.head * step.h + queries.first * step.q + keys.first * step.k
     bias = call.bias + number_bytes * place
+    # Whole blocks of neighbouring numbers first, then the pairs that are left.
+    whole_queries = queries.count - queries.count % spec.lanes
+    whole_keys = keys.count - keys.count % spec.lanes if step.k == 1 else 0
+    for j in range(0, whole_keys, spec.lanes):
+        for i in range(0, whole_queries, spec.lanes):
+            block = bias + number_bytes * (i * step.q + j)
+            place = scores.at + scores.row * j + number_bytes * i
+            add_transposed_to_log2(block, number_bytes * step.q, place, scores.row, spec)
     for j in range(keys.count):
-        for i in range(queries.count):
+        for i in range(whole_queries if j < whole_keys else 0, queries.count):
             x = to_log2(read(bias + number_bytes * (i * step.q + j * step.k), spec), spec)
             address = scores.at + scores.row * j + number_bytes * i
             write(address, read(address, spec) + x, spec)
-
-
-@device_function
-def to_log2(x, spec):
-    """x * log2(e), finite for finite x: biases often hide with ``finfo.min``, and a row of it gives the mean of all values."""
-    y, limit = times_log2e(x, spec), as_number(spec.greatest, spec)
-    if y > limit and x <= limit:
-        return limit
-    if y < -limit and x >= -limit:
-        return -limit
-    return y
 
 
 @device_function

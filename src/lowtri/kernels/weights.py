@@ -16,6 +16,7 @@ from lowtri.kernels.amx import configure_tiles, restore_tiles
 from lowtri.kernels.device import device_function, scratch_at, take, tasks
 from lowtri.kernels.operands import a_operand, transposed_queries
 from lowtri.kernels.simd import (
+    LOG2E,
     add,
     as_number,
     exp2,
@@ -33,7 +34,7 @@ from lowtri.kernels.simd import (
     write,
     write_input,
 )
-from lowtri.kernels.softmax import LOG2E, finish_scores, load_lse
+from lowtri.kernels.softmax import finish_scores, load_lse
 from lowtri.kernels.spec import QUERIES
 from lowtri.kernels.tile_products import score_tile
 from lowtri.kernels.values import Packed, Rows

@@ -2,18 +2,19 @@
 
 Each file imports only from the files above it:
 
-tile          positions, and the three answers for a tile
-positions     the default positions of queries and keys
-arrays        users' arrays and tensors as NumPy arrays, checked; frozen copies of them
-mask          Mask: answers, tables, text, and the operators ``& | ~ -``
-text          a mask from a text or from a user's argument; masks as texts with arrays
-formulas      causal, full, window, band, first, strided
-array_masks   keys, table, hidden
-label_masks   what compares labels: chunks, documents
-tree          drafts that branch
-custom_masks  where (a function of the user's), heads (a mask for each query head)
-plan          what kernels read: runs of tiles, and the bits of the partial ones; the number of visible pairs
-ranges        the ranges of keys that each query sees
+tile            positions, and the three answers for a tile
+positions       the default positions of queries and keys
+arrays          users' arrays and tensors as NumPy arrays, checked; frozen copies of them
+mask            Mask: answers, tables, text, and the operators ``& | ~ -``
+text            a mask from a text or from a user's argument; masks as texts with arrays
+traced_lengths  masks of lengths in programs that are traced
+formulas        causal, full, window, band, first, strided
+array_masks     keys, table, hidden
+label_masks     what compares labels: chunks, documents
+tree            drafts that branch
+custom_masks    where (a function of the user's), heads (a mask for each query head)
+plan            what kernels read: runs of tiles, and the bits of the partial ones; the number of visible pairs
+ranges          the ranges of keys that each query sees
 """
 
 from lowtri.masks.array_masks import hidden, keys, table

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, integer_array, is_compiling, is_traced
+from lowtri.masks.arrays import ROWS, TABLES, VECTOR, FrozenArray, bool_array, in_program, integer_array, is_traced
 from lowtri.masks.formulas import First
-from lowtri.masks.mask import Mask, OfTracedLengths, array_text, constructor
+from lowtri.masks.mask import Mask, constructor
 from lowtri.masks.tile import POSITION_MAX, Index, Interval, Truth, within
+from lowtri.masks.traced_lengths import OfTracedLengths, lengths_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +67,7 @@ class KeyLengths(Mask):
         return max(self.lengths) + max(self.lengths) // 2
 
     def _text(self, arrays: list[Any] | None = None) -> str:
-        lengths: Any = list(self.lengths) if arrays is None or not is_compiling() else array_text(self._array, arrays)
+        lengths = lengths_text(self.lengths, self._array, arrays)
         return f"keys(lengths={lengths})"
 
 
@@ -93,6 +94,8 @@ def keys(valid: Any = None, *, lengths: Any = None) -> Mask:
     """
     if (valid is None) == (lengths is None):
         raise MaskError("keys: give valid (True = real) or lengths=, one of them.")
+    valid = in_program(valid)
+    lengths = in_program(lengths)
     if is_traced(lengths):
         return OfTracedLengths(FrozenArray(integer_array("keys", "lengths", lengths, VECTOR)), "keys", "lengths")
     if lengths is not None:
@@ -270,7 +273,7 @@ def table(bools: Any) -> Mask:
 
     The same mask elsewhere: SDPA's boolean ``attn_mask``. For a table with True = hidden, use :func:`hidden`.
     """
-    return Table(FrozenArray(bool_array("table", "bools", bools, TABLES)))
+    return Table(FrozenArray(bool_array("table", "bools", in_program(bools), TABLES)))
 
 
 @constructor(in_text=False)
@@ -286,4 +289,4 @@ def hidden(bools: Any) -> Mask:
     Args:
         bools: bool, (Nq, Nk), or with (B,) or (B, H) in front; see :func:`table`.
     """
-    return Table(FrozenArray(bool_array("hidden", "bools", bools, TABLES, inverted=True)))
+    return Table(FrozenArray(bool_array("hidden", "bools", in_program(bools), TABLES, inverted=True)))

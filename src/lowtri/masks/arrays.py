@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.compat import COMPILER, tensor_of, tracer
 from lowtri.errors import CallError, MaskError
 from lowtri.forks import after_fork, renew_cached_properties
 from lowtri.masks.tile import POSITION_MAX
@@ -29,7 +30,7 @@ ROWS = {**VECTOR, 2: "(B, N)"}
 TABLES = {2: "(Nq, Nk)", 3: "(B, Nq, Nk)", 4: "(B, H, Nq, Nk)"}
 
 # Which may be tensors without numbers.
-_TRACED_ARGUMENTS = ("ids", "key_ids", "lengths", "cu_seqlens", "valid", "bools")
+_TRACED_ARGUMENTS = ("ids", "key_ids", "lengths", "cu_seqlens", "valid", "bools", "parents")
 _PADDED = "torch.nested.to_padded_tensor({}, 0.0), and keys(lengths=[...]) in the mask, with the length of each row"
 _FIXES = {
     "CausalBias": 'the mask "causal", or lowtri.scaled_dot_product_attention',
@@ -52,12 +53,23 @@ def is_traced(value: Any) -> bool:
     return torch is not None and torch.compiler.is_compiling() and isinstance(value, torch.Tensor)
 
 
-def is_compiling() -> bool:
-    """Whether torch.compile traces the caller: a program that reads a number serves this number alone. False for torch.export."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.compiler.is_dynamo_compiling():
+def in_program(value: Any) -> Any:
+    """A list or NumPy's array as a tensor of the program that torch's compiler traces; unchanged elsewhere.
+
+    The compiler cannot read the numbers of NumPy's arrays. Those of a tensor come when the program runs, and are checked then.
+    """
+    if tracer() in COMPILER and (isinstance(value, np.ndarray) or _holds_numbers(value)):
+        return tensor_of(value)
+    return value
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether this is a list of numbers, or of such lists, all of one length; what else is wrong with it is said elsewhere."""
+    if not isinstance(value, (list, tuple)):
         return False
-    return not (hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting())
+    if value and isinstance(value[0], (list, tuple)):
+        return all([_holds_numbers(row) and len(row) == len(value[0]) for row in value])
+    return all([isinstance(x, (int, float)) for x in value])
 
 
 def is_fake(x: Any) -> bool:
@@ -138,22 +150,45 @@ def positions_in_numpy(name: str, value: Any, shapes: str) -> NDArray[np.int64]:
 class FrozenArray:
     """A read-only copy of an array, compared and hashed by content; the hash is computed once.
 
-    A tensor of a program that is being traced is kept as it is, and only its shape is used. ``memory`` is the same array, writable,
-    for functions that do not accept read-only arrays.
+    A tensor of a program that is being traced is kept as it is, and only its shape is used; where the mask leaves the program, after a
+    graph break, it becomes an array when it is read. ``memory`` is the same array, writable, for functions that do not accept
+    read-only arrays.
     """
 
     def __init__(self, array: NDArray[Any]) -> None:
         if is_traced(array):
-            self.array = self.memory = array
-            return
+            self._array = self._memory = array
+        else:
+            self._copy(array)
+
+    def _copy(self, array: NDArray[Any]) -> None:
         try:
-            self.memory = np.array(array, order="C")
+            self._memory = np.array(array, order="C")
         except MemoryError:
             raise MaskError(
                 f"mask: an array of {array.shape} {array.dtype} does not fit into memory, and a mask copies its array."
             ) from None
-        self.array = self.memory.view()
-        self.array.setflags(write=False)
+        self._array = self._memory.view()
+        self._array.setflags(write=False)
+
+    def _copy_tensor(self) -> None:
+        """Copy the tensor that is kept, unless the caller is traced, too."""
+        tensor: Any = self._array
+        if is_tensor(tensor) and not tracer() and not is_fake(tensor):
+            array = tensor.numpy(force=True)
+            self._copy(array.astype(np.int64) if array.dtype.kind in "iu" else array)
+
+    @property
+    def array(self) -> NDArray[Any]:
+        if type(self._array) is not np.ndarray:
+            self._copy_tensor()
+        return self._array
+
+    @property
+    def memory(self) -> NDArray[Any]:
+        if type(self._memory) is not np.ndarray:
+            self._copy_tensor()
+        return self._memory
 
     @cached_property
     def digest(self) -> str:
@@ -203,24 +238,31 @@ def bool_array(
 
 def _checked(mask: str, name: str, value: Any, shapes: Mapping[int, str], content: str) -> Any:
     """The array of an argument, of these shapes and this content; a tensor of a traced program as it is, since it has no numbers."""
+    expected = f"but it takes {content} of shape {' or '.join(shapes.values())}."
     if is_traced(value):
         if name not in _TRACED_ARGUMENTS or value.ndim not in shapes:
             raise MaskError(
-                f"{mask}: {name} is a tensor of a program that is being traced, so its numbers cannot be read. "
-                "Fix: documents, keys and table take such tensors; or make the mask outside."
+                f"{mask}: {name} belongs to a program that is being traced, so its numbers cannot be read. "
+                "Fix: documents, keys, table and tree's parents may; or make the mask outside."
             )
+        is_bool = value.dtype is sys.modules["torch"].bool
+        if value.dtype.is_floating_point or is_bool != (content == "bools"):
+            raise MaskError(f"{mask}: {name} is {value.dtype}, {expected}{'' if is_bool else _fix_for_bools(content)}")
         return value
     array = in_numpy(name, value)
-    expected = f"but it takes {content} of shape {' or '.join(shapes.values())}."
     if isinstance(array, str):
         raise MaskError(f"{mask}: {array}, {expected}")
     if array.size == 0:
         raise MaskError(f"{mask}: {name} is empty.")
     if array.dtype.kind not in ("b" if content == "bools" else "iu") or array.ndim not in shapes:
-        if content == "bools" and array.dtype.kind in "iuf":
-            expected += " Fix: x != 0, after checking whether it marks visible or hidden pairs."
+        if array.dtype.kind in "iuf":
+            expected += _fix_for_bools(content)
         raise MaskError(f"{mask}: {name} is {_described(array)}, {expected}")
     return array
+
+
+def _fix_for_bools(content: str) -> str:
+    return " Fix: x != 0, after checking whether it marks visible or hidden pairs." if content == "bools" else ""
 
 
 def _in_memory(mask: str, name: str, array: NDArray[Any], convert: Callable[[], NDArray[Any]]) -> NDArray[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.masks.arrays import is_compiling
+from lowtri.compat import is_surely, tracer
 from lowtri.masks.mask import Mask, constructor, field_text
 from lowtri.masks.tile import POSITION_MAX, Index, check_count
 
@@ -65,10 +65,12 @@ class Band(Mask):
         return strip + strip // 2
 
     def _text(self, arrays: list[Any] | None = None) -> str:
-        if arrays is None or not is_compiling():
+        if arrays is None or tracer() != "compile":
             return self.name
-        if self.after == 0:
-            return "causal" if self.before >= POSITION_MAX else f"window({field_text(self.before + 1, arrays)})"
+        if is_surely(self.after == 0):
+            if is_surely(self.before >= POSITION_MAX):
+                return "causal"
+            return f"window({field_text(self.before + 1, arrays)})"
         return f"band({field_text(self.before, arrays)}, {field_text(self.after, arrays)})"
 
 
@@ -112,7 +114,7 @@ def window(n: int) -> Mask:
     Source: the backward half of the sliding window in Longformer (Beltagy et al. 2020).
     """
     n = check_count("window", "n", n, least=1)
-    return Band(n - 1, 0, "" if is_compiling() else f"window({n})")
+    return Band(n - 1, 0, "" if tracer() == "compile" else f"window({n})")
 
 
 @constructor()
@@ -133,7 +135,7 @@ def band(before: int, after: int) -> Mask:
     Source: the symmetric window of Longformer (Beltagy et al. 2020).
     """
     before, after = check_count("band", "before", before, least=0), check_count("band", "after", after, least=0)
-    return Band(before, after, "" if is_compiling() else f"band({before}, {after})")
+    return Band(before, after, "" if tracer() == "compile" else f"band({before}, {after})")
 
 
 @dataclass(frozen=True, repr=False)

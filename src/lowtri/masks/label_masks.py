@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array, is_compiling, is_traced
+from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, in_program, integer_array, is_traced
 from lowtri.masks.formulas import Band, Full
-from lowtri.masks.mask import And, Mask, Not, OfTracedLengths, Or, array_text, constructor, quoted
+from lowtri.masks.mask import And, Mask, Not, Or, constructor, quoted
 from lowtri.masks.text import as_mask
 from lowtri.masks.tile import (
     EMPTY,
@@ -30,6 +30,7 @@ from lowtri.masks.tile import (
     short_repr,
     within,
 )
+from lowtri.masks.traced_lengths import OfTracedLengths, lengths_text
 
 
 class Labelled(Mask):
@@ -94,8 +95,11 @@ class PackedDocuments(Labelled):
     _array: ClassVar[NDArray[np.int64]]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "packed_totals", () if self.open_end else (sum(self.lengths),))
         object.__setattr__(self, "_array", np.array(self.lengths, np.int64))  # which compiled programs read
+
+    @property
+    def packed_totals(self) -> tuple[int, ...]:
+        return () if self.open_end else (sum(self.lengths),)
 
     @cached_property
     def _cuts(self) -> NDArray[np.int64]:
@@ -110,7 +114,7 @@ class PackedDocuments(Labelled):
         return ascending(lambda x: self._cuts.searchsorted(x, side="right"), positions)
 
     def _text(self, arrays: list[Any] | None = None) -> str:
-        lengths: Any = list(self.lengths) if arrays is None or not is_compiling() else array_text(self._array, arrays)
+        lengths = lengths_text(self.lengths, self._array, arrays)
         return f"documents(lengths={lengths}{', open_end=True' * self.open_end})"
 
 
@@ -305,10 +309,14 @@ def documents(
         raise MaskError(
             f"documents: open_end is {short_repr(open_end)}; it is True or False, and goes with lengths= or cu_seqlens=."
         )
+    ids = in_program(ids)
+    key_ids = in_program(key_ids)
+    lengths = in_program(lengths)
+    cu_seqlens = in_program(cu_seqlens)
     for name, tensor in (("lengths", lengths), ("cu_seqlens", cu_seqlens)):
         if is_traced(tensor):
             array = FrozenArray(integer_array("documents", name, tensor, VECTOR))
-            traced: Any = OfTracedLengths(array, "documents", name, ", open_end=True" if open_end else "")
+            traced: Any = OfTracedLengths(array, "documents", name, open_end)
             return traced if within_each is None else InDocuments(traced, within_each)
     if cu_seqlens is not None:
         edges = integer_array("documents", "cu_seqlens", cu_seqlens, VECTOR).tolist()

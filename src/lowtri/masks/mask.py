@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.compat import tracer
 from lowtri.drawing import with_drawings
 from lowtri.errors import MaskError
-from lowtri.masks.arrays import FrozenArray, is_compiling, is_tensor
+from lowtri.masks.arrays import FrozenArray, is_tensor
 from lowtri.masks.positions import default_positions
 from lowtri.masks.tile import (
     EMPTY,
@@ -105,8 +106,10 @@ class Mask:
     depends_on_query: bool = True
     """Whether the answer depends on the query's position (not for ``full``, ``first`` and ``keys``)."""
 
-    packed_totals: tuple[int, ...] = ()
-    """How many tokens a row has by each ``documents(lengths=...)`` of the mask that has an end; calls compare them with their keys."""
+    @property
+    def packed_totals(self) -> tuple[int, ...]:
+        """The tokens of a row by each ``documents(lengths=...)`` of the mask that has an end; calls compare them with their keys."""
+        return tuple([n for part in self.operands for n in part.packed_totals])
 
     def _fields(self) -> list[Any]:
         return [getattr(self, name) for name in self.__match_args__]  # type: ignore[attr-defined]
@@ -140,7 +143,6 @@ class Mask:
         object.__setattr__(self, "_depth", depth)
         object.__setattr__(self, "_size", size)
         object.__setattr__(self, "depends_on_query", any([part.depends_on_query for part in parts]))
-        object.__setattr__(self, "packed_totals", tuple([n for part in parts for n in part.packed_totals]))
 
     # What a subclass implements, for non-negative positions.
 
@@ -474,22 +476,9 @@ def field_text(value: Any, arrays: list[Any] | None) -> str | None:
         return None if None in texts else "[" + ", ".join([text for text in texts if text]) + "]"
     if isinstance(value, bool):
         return repr(value)
-    if arrays is not None and is_compiling():  # a program then serves other numbers, too
+    if arrays is not None and tracer() == "compile":  # a program then serves other numbers, too
         return array_text(value, arrays)
     return f"{operator.index(value)}"
-
-
-@dataclass(frozen=True, repr=False)
-class OfTracedLengths(Mask):
-    """A mask of lengths in a program that is traced: its text, and the tensor, whose numbers come when the program runs."""
-
-    lengths: FrozenArray
-    function: str  # of the user
-    argument: str
-    more: str = ""
-
-    def _text(self, arrays: list[Any] | None = None) -> str | None:
-        return f"{self.function}({self.argument}={field_text(self.lengths, arrays)}{self.more})"
 
 
 def quoted(inner: Mask, arrays: list[Any] | None) -> str | None:

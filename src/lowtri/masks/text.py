@@ -15,7 +15,6 @@ from __future__ import annotations
 import difflib
 import operator
 import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from inspect import Parameter, signature
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtri.compat import constant_while_traced
+from lowtri.compat import COMPILER, constant_while_traced, tracer
 from lowtri.errors import MaskError
 from lowtri.masks.arrays import FrozenArray, in_numpy
 from lowtri.masks.mask import CONSTRUCTORS, MAX_DEPTH, NOT_IN_TEXT, Mask, called
@@ -65,7 +64,7 @@ def mask(text: str | Mask) -> Mask:
         return text
     if not isinstance(text, str):
         raise MaskError(f"mask: got {type(text).__name__}; expected a text. Fix: lowtri.table(bools) for a table.")
-    if _is_traced():
+    if tracer() in COMPILER:
         traced: Mask = getattr(_TRACED, _read_while_tracing(text))
         return traced
     return _parsed(text) if "[" in text else _cached(text)
@@ -99,11 +98,6 @@ def _read_while_tracing(text: str) -> str:
     while len(vars(_TRACED)) > _MAX_TRACED:
         delattr(_TRACED, next(iter(vars(_TRACED))))
     return name
-
-
-def _is_traced() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
 _cached = lru_cache(64)(_parsed)  # for texts without lists: their masks hold no arrays
@@ -140,7 +134,7 @@ def as_mask(value: Any, name: str = "mask") -> Mask:
 
 def _float_error(given: str, value: Any) -> str:
     """The error for an array of floats; its values distinguish flags, an additive mask and a bias."""
-    numbers = "m" if _is_traced() else in_numpy("m", value)
+    numbers = "m" if tracer() else in_numpy("m", value)
     if not isinstance(numbers, str) and numbers.any():
         if np.isin(numbers, (0, 1)).all():
             return (

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtri.compat import integer_of, is_fixed, is_surely, tracer
 from lowtri.errors import CallError, MaskError
 
 POSITION_MAX = 2**62
@@ -36,13 +37,14 @@ def check_count(function: str, name: str, value: Any, least: int = 0) -> int:
 
     Raises:
         MaskError: if it is not a whole number of that range; the message names ``function`` and its argument ``name``,
-            which may be explained after a comma.
+            which may be explained after a comma. One that a program computes from a tensor is checked when the program runs.
     """
+    value = integer_of(value)
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise MaskError(
             f"{function}: {name} is {short_repr(value)}, but it counts tokens: a whole number, at least {least}."
         )
-    if not least <= value <= POSITION_MAX:
+    if is_surely(value < least) or is_surely(value > POSITION_MAX):
         raise MaskError(
             f"{function}: {name} is {short_repr(value)}, but it must lie in {least} .. 2**62. Fix: {name.split(',')[0]}={least}."
         )
@@ -109,6 +111,8 @@ def short_repr(value: Any, longest: int = 60) -> str:
     """A value as errors print it, at most ``longest`` characters."""
     if isinstance(value, int) and not -(10**30) < value < 10**30:  # Python refuses to print the largest ones
         return f"a whole number of {value.bit_length()} bits"
+    if tracer() and (not is_fixed(value) or hasattr(value, "dtype")):  # it has no numbers to print
+        return f"{type(value).__name__} of a program that is traced"
     text = repr(value)
     return text if len(text) <= longest else text[: longest - 3] + "..."
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lowtri.errors import MaskError
 from lowtri.masks.array_masks import Table
-from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, integer_array
+from lowtri.masks.arrays import ROWS, VECTOR, FrozenArray, in_program, integer_array, is_traced
 from lowtri.masks.label_masks import RangeMinMax
 from lowtri.masks.mask import Mask, constructor, field_text, quoted
 from lowtri.masks.text import as_mask
@@ -109,7 +109,7 @@ class Tree(Mask):
     def _text(self, arrays: list[Any] | None = None) -> str | None:
         inner = quoted(self.inner, arrays)
         parents = str(self.parents.array.tolist()) if arrays is None else field_text(self.parents, arrays)
-        start = self.starts[0] if len(self.starts) == 1 else list(self.starts)
+        start = field_text(self.starts[0], arrays) if len(self.starts) == 1 else list(self.starts)
         return None if inner is None else f"tree({parents}, start={start}, inner={inner})"
 
 
@@ -177,10 +177,12 @@ def tree_depths(parents: Any) -> NDArray[np.int64]:
 
 
 def _parents(function: str, parents: Any) -> NDArray[np.int64]:
-    rows = integer_array(function, "parents", parents, ROWS)
+    rows = integer_array(function, "parents", in_program(parents), ROWS)
     n = rows.shape[-1]
     if n > _MOST_DRAFTS:
         raise MaskError(f"{function}: parents has {n} drafts, but at most {_MOST_DRAFTS} are taken.")
+    if is_traced(rows):  # its numbers come when the program runs, and makes this mask again
+        return rows
     wrong = np.argwhere((rows < -1) | (rows >= np.arange(n)))
     if len(wrong):
         place = tuple(wrong[0].tolist())
@@ -195,7 +197,7 @@ def _starts(start: Any) -> tuple[int, ...]:
     try:
         return (check_count("tree", "start", operator.index(start)),)
     except TypeError:
-        starts = integer_array("tree", "start", start, VECTOR).tolist()
+        starts = integer_array("tree", "start", in_program(start), VECTOR).tolist()
     if min(starts) < 0 or max(starts) > POSITION_MAX // 2:
         raise MaskError(f"tree: start is {short_repr(starts)}; it is the position of the first draft, at least 0.")
     return (starts[0],) if len(set(starts)) == 1 else tuple(starts)

@@ -6,6 +6,7 @@ parts        how the backward is cut for threads
 weights      the weights of a call, and what each key received
 decode       few queries against many keys
 few_weights  the same, with their weights or what each key received
+tables       which pairs a dense table of numbers hides
 
 Where there is no library of kernels for this machine, ``supports`` gives the reason.
 """

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtri
+from lowtri.dispatch import dense_tables
+from lowtri.dispatch.dense_tables import ReadTable, lowest_number, read_bools, read_numbers
 from lowtri.masks import Mask, causal, full, window
 from lowtri.masks.array_masks import Keys, Table
-from lowtri.ops import dense_tables
-from lowtri.ops.dense_tables import ReadTable, lowest_number, read_bools, read_numbers
 
 LOWEST = float(np.finfo(np.float32).min)
 

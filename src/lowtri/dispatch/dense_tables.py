@@ -39,7 +39,8 @@ _SMALL_BYTES = 2**16
 _MOST_SMALL = 4
 
 Shape = tuple[int, ...]
-Bits = NDArray[np.uint8]  # (B|1, H|1, Nq|1, bytes): a bit for each key, 1 = hidden, 0 after the last key
+# (B|1, H|1, Nq|1, bytes): a bit for each key, the lowest of a byte for the first; 1 = hidden, 0 after the last key
+Bits = NDArray[np.uint8]
 
 
 class ReadTable(NamedTuple):
@@ -98,9 +99,8 @@ class _Kept(NamedTuple):
 
 
 _kept: tuple[_Kept, ...] = ()  # the newest first; replaced as a whole, so that threads need no lock
-_small: tuple[
-    tuple[Any, ReadTable | None], ...
-] = ()  # small tables of numbers: their content, and what they were read as
+# Small tables of numbers: their content, and what they were read as.
+_small: tuple[tuple[Any, ReadTable | None], ...] = ()
 
 
 def read_bools(bools: Any, nq: int, nk: int, true_hides: bool = False) -> Mask | None:
@@ -112,7 +112,7 @@ def read_bools(bools: Any, nq: int, nk: int, true_hides: bool = False) -> Mask |
     array = in_numpy("mask", _without_repeats(bools))
     if isinstance(array, str):
         return None
-    bits = np.packbits(array if true_hides else ~array, axis=-1)
+    bits = _packed(array if true_hides else ~array)
     return _mask_of(bits, array.shape, nq, nk).mask
 
 
@@ -179,7 +179,7 @@ def _readable(numbers: Any, on_any_device: bool) -> Any:
         if active_mode() is not None or not (numbers.is_cpu or on_any_device):
             return None  # a trace would keep these numbers for all later calls
         if numbers.dtype.itemsize < 4:
-            return _without_repeats(numbers.detach()).cpu()
+            return _without_repeats(numbers.detach()).cpu().resolve_neg()
     array = in_numpy("mask", _without_repeats(numbers))
     return None if isinstance(array, str) else array
 
@@ -194,25 +194,43 @@ def _without_repeats(x: Any) -> Any:
 
 def _hidden_bits(numbers: Any, greatest_hidden: float, always: bool) -> tuple[Bits, bool] | None:
     """The bits of a table, and whether it has other numbers than 0 at visible pairs; None for one that need not be read as a mask."""
+    from lowtri.backends.cpu.tables import write_hidden_bits
+
     rows, heads = numbers.shape[:2]
     queries, keys = numbers.shape[2:]
     bits = np.empty((rows, heads, queries, -(-keys // 8)), np.uint8)
-    step = max(1, _NUMBERS_AT_ONCE // max(1, keys))
-    hidden, not_zero = np.empty((2, min(step, queries), keys), bool)
     is_bias = False
     for head in range(heads):
-        for row in range(rows):
-            for first in range(0, queries, step):
-                part = _as_floats(numbers[row, head, first : first + step])
-                n = len(part)
-                np.less_equal(part, greatest_hidden, out=hidden[:n])  # NaN hides nothing
-                if not is_bias:
-                    np.not_equal(part, 0, out=not_zero[:n])
-                    is_bias = not np.array_equal(hidden[:n], not_zero[:n])
-                bits[row, head, first : first + n] = np.packbits(hidden[:n], axis=-1)
+        part = numbers[:, head], greatest_hidden, bits[:, head]
+        has_others = write_hidden_bits(*part)
+        if has_others is None:
+            has_others = _write_with_numpy(*part)
+        is_bias = is_bias or has_others
         if is_bias and not (always or bits[:, : head + 1].any()):
             return None
     return bits, is_bias
+
+
+def _write_with_numpy(numbers: Any, greatest_hidden: float, bits: NDArray[np.uint8]) -> bool:
+    """What :func:`lowtri.backends.cpu.tables.write_hidden_bits` does, for all numbers, and where there are no kernels."""
+    rows, queries, keys = numbers.shape
+    step = max(1, _NUMBERS_AT_ONCE // max(1, keys))
+    hidden, not_zero = np.empty((2, min(step, queries), keys), bool)
+    has_others = False
+    for row in range(rows):
+        for first in range(0, queries, step):
+            part = _as_floats(numbers[row, first : first + step])
+            n = len(part)
+            np.less_equal(part, greatest_hidden, out=hidden[:n])  # NaN hides nothing
+            if not has_others:
+                np.not_equal(part, 0, out=not_zero[:n])
+                has_others = not np.array_equal(hidden[:n], not_zero[:n])
+            bits[row, first : first + n] = _packed(hidden[:n])
+    return has_others
+
+
+def _packed(hidden: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    return np.packbits(hidden, axis=-1, bitorder="little")
 
 
 def _may_be_formula(numbers: Any, greatest_hidden: float) -> bool:
@@ -233,7 +251,7 @@ def _show_lowest(numbers: Any, bits: Bits, blind: NDArray[np.int64]) -> bool:
     """Show the pairs that only the lowest number hides in rows without a visible pair; whether there are any."""
     rows = tuple(blind.T)
     shown = _as_floats(numbers[rows]) > -np.inf
-    bits[rows] = np.packbits(~shown, axis=-1)
+    bits[rows] = _packed(~shown)
     return bool(shown.any())
 
 
@@ -245,8 +263,8 @@ def _mask_of(bits: Bits, shape: Shape, nq: int, nk: int, of_formulas: bool = Fal
     for kept in known:  # bytes differ early where they differ, so this takes less time than a hash
         if kept.key[0] == sizes and kept.key[1] == content:
             return kept
-    hidden = np.unpackbits(bits, axis=-1, count=shape[3]).view(bool)
-    all_hidden = np.packbits(np.ones(shape[3], bool))
+    hidden = np.unpackbits(bits, axis=-1, count=shape[3], bitorder="little").view(bool)
+    all_hidden = _packed(np.ones(shape[3], bool))
     blind = np.argwhere((bits == all_hidden).all(axis=-1))
     mask = (formula_of if of_formulas else simplest_mask)(~hidden, nq, nk)
     found = _Kept((sizes, content), mask, blind)
