@@ -196,6 +196,61 @@ def test_a_leak_below_rounding_is_located_in_float64_and_its_noise_is_that_of_fl
     assert words in report.message and " in float64)" in report.message, report.message
 
 
+@pytest.mark.parametrize("keeps", [N, 8])
+def test_rounding_of_half_precision_hides_no_cache_that_forgets(keeps: int) -> None:
+    model = Decoder().to(torch.bfloat16)
+
+    class Stepping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids)
+
+        def step(self, state: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+            ids = ids[:, None] if ids.ndim == 1 else ids
+            seen = ids if state is None else torch.cat([state, ids], 1)[:, -keeps:]
+            return self.model(seen)[:, -ids.shape[1] :], seen
+
+    stepping = Stepping()
+    report = lowtri.audit(lowtri.Model(stepping, step=stepping.step), IDS, probes="cache")
+    assert report.ok == (keeps == N), report
+    if keeps < N:
+        assert "in float64)" in report.message and "sees position " in report.message
+
+
+# rows of unequal lengths
+
+
+class SortedByLength(nn.Module):
+    """A recurrent network on rows that are packed by their lengths, in the order of the batch, or of the lengths."""
+
+    def __init__(self, *, in_order: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.rnn, self.in_order = nn.Embedding(V, D), nn.LSTM(D, D, batch_first=True), in_order
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        order = lengths.argsort(descending=True)
+        rows = nn.utils.rnn.pack_padded_sequence(self.embed(ids)[order], lengths[order], batch_first=True)
+        y, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(rows)[0], batch_first=True, total_length=ids.shape[1])
+        return y[order.argsort()] if self.in_order else y
+
+
+@pytest.mark.parametrize("lengths", [(7, 12), (7, 9)])
+def test_the_longer_example_is_of_a_row_in_which_the_mask_has_no_pads(lengths: tuple[int, int]) -> None:
+    """The lengths of the longer example say that all of it is real; the mask's keys would go on to hide some of it."""
+    example = {"ids": IDS, "lengths": torch.tensor(lengths)}
+    mask = lowtri.causal() & lowtri.keys(np.arange(N) < np.array(lengths)[:, None])
+    report = lowtri.audit(SortedByLength(in_order=True), example, mask=mask)
+    assert report.ok, report
+    longer = report.finding("change", "longer") if max(lengths) == N else report.finding("longer")
+    assert longer.status == ("clean" if max(lengths) == N else "skipped"), longer
+    wrong = lowtri.audit(SortedByLength(in_order=False), example, mask=mask, probes="batch")
+    assert "row " in wrong.message and wrong.verdict == "leak", wrong
+
+
 # documents that end at a token
 
 

@@ -96,3 +96,16 @@ def test_a_folder_is_audited_against_its_window(folders: dict[str, Path], capsys
     )
     assert main(["audit", str(folders["right"]), "--mask", "causal", *alone]) == 0
     assert capsys.readouterr().out.partition("\n")[2].startswith("no leak found against causal: ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask"), [("Bert", "full"), ("MPNet", "full"), ("Llama", "causal"), ("Bloom", "causal")]
+)
+def test_an_encoder_is_held_against_both_directions(kind: str, mask: str, tmp_path: Path) -> None:
+    """MPNet and Bloom have no flag in their attention; a base model without a head is no encoder for that."""
+    transformers.set_seed(0)
+    sizes = {**SIZES, "pad_token_id": 0, "n_layer": 1, "n_head": 2}
+    transformers.AutoModel.from_config(getattr(transformers, f"{kind}Config")(**sizes)).save_pretrained(tmp_path)
+    target = load_target(str(tmp_path))
+    assert (target.mask, target.arguments) == (mask, {})
+    assert main(["audit", str(tmp_path), "--probes", "change"]) == 0

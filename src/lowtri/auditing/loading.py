@@ -116,6 +116,16 @@ def declared_mask(config: Any) -> tuple[str, int | None]:
     return f"causal & {name}({n})", max(1, size("num_hidden_layers"))
 
 
+def is_encoder(model: Any) -> bool:
+    """Whether a model of transformers without a language head sees in both directions: its attention says so, or its kind."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    if model.can_generate():
+        return False
+    causal = {part.is_causal for part in model.modules() if hasattr(part, "is_causal")}
+    return not any(causal) if causal else model.config.model_type not in KNOWN
+
+
 @dataclass
 class Target:
     """A model, what to run it on, and what its maker declares about it."""
@@ -186,7 +196,7 @@ def _of_model(model: Any) -> Target:
     if hasattr(model, "make_cache"):
         # The mask of lowtri's own models is each layer's; from end to end a layer passes on what it has seen.
         return Target(model, None, model.mask, {"layers": model.config.num_hidden_layers})
-    mask, layers = declared_mask(model.config)
+    mask, layers = ("full", None) if is_encoder(model) else declared_mask(model.config)
     return Target(model, None, mask, {} if layers is None else {"layers": layers})
 
 

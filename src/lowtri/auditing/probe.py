@@ -21,6 +21,7 @@ from lowtri.errors import CallError, LowtriError
 Status = Literal["clean", "leak", "doubt", "undecided", "warning", "skipped"]
 
 _BISECTED = 16  # queries that are followed down to one key
+_COARSE = 2.0**-12  # one rounding, above which float64 is asked, too: half precision
 
 
 @dataclass(frozen=True)
@@ -283,10 +284,11 @@ class _Comparisons:
         self.poisoned += int((np.isinf(difference.moved) & pair.where).sum())
         if pair.keys is not None:
             self._follow(pair, np.atleast_2d(pair.keys), difference)
-        elif pair.is_leak:
+            return difference
+        if pair.is_leak or difference.status == "clean":
             self.greatest = max(self.greatest, difference.greatest)
-            if difference.status != "clean":
-                self._note_all(pair, difference)
+        if pair.is_leak and difference.status != "clean":
+            self._note_all(pair, difference)
         return difference
 
     def _note_all(self, pair: PairOfRuns, difference: Movement) -> None:
@@ -405,6 +407,8 @@ def _raised(context: Context, error: Exception) -> CallError:
 def _decided(context: Context, probe: Probe) -> ProbeResult:
     """The probe's result, from the float64 copy where it is in doubt."""
     found = _examined(context, probe)
+    if found.status == "clean" and probe.reshapes and context.noise.eps > _COARSE and found.greatest:
+        return _unhidden(context, probe, found)
     if found.status != "doubt" and not (found.status == "leak" and probe.reshapes):
         return _with_module(context, probe, found)
     copy64, size = context.float64, found.greatest
@@ -419,14 +423,27 @@ def _decided(context: Context, probe: Probe) -> ProbeResult:
     if second.status == "clean":
         return replace(second, note=f"up to {size:.2g} in the model's precision vanishes in float64: rounding")
     if second.status not in ("doubt", "undecided"):
-        noise = copy64.noise.greatest
-        second = replace(second, leaks=tuple(replace(leak, noise64=noise) for leak in second.leaks))
-        return replace(_with_module(copy64, probe, second), note="confirmed in float64")
+        return _of_copy(copy64, probe, second)
     # In float64 rounding is some 1e-15; what shrank with the precision is noise that the copy still rounds.
     if second.greatest >= size / 30:
         return replace(second, status="undecided", leaks=())
     sizes = f"{size:.2g} in the model's precision, {second.greatest:.2g} in float64"
     return replace(second, status="clean", message=f"nothing beyond rounding ({sizes})", leaks=())
+
+
+def _unhidden(context: Context, probe: Probe, found: ProbeResult) -> ProbeResult:
+    """What the float64 copy shows that the rounding of half precision may hide: there 16 roundings are a tenth of an output."""
+    copy64 = context.float64
+    if isinstance(copy64, str):
+        return found
+    second = _examined(copy64, probe)
+    return _of_copy(copy64, probe, second) if second.status == "leak" else found
+
+
+def _of_copy(copy64: Context, probe: Probe, second: ProbeResult) -> ProbeResult:
+    """A result of the float64 copy that stands, with the noise of its leaks."""
+    leaks = tuple(replace(leak, noise64=copy64.noise.greatest) for leak in second.leaks)
+    return replace(_with_module(copy64, probe, replace(second, leaks=leaks)), note="confirmed in float64")
 
 
 def _without_copy(context: Context, probe: Probe, found: ProbeResult, reason: str) -> ProbeResult:

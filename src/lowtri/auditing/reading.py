@@ -170,15 +170,19 @@ def _joins(context: Context, places: Bools, ids: Array, token: int) -> bool:
 
 
 def extended(context: Context, length: int) -> Context:
-    """The real tokens of the first row with inputs drawn at random behind them."""
-    inputs = context.inputs.rows([0])
+    """The real tokens of the first row with inputs drawn at random behind them; of the first in which the mask has no pads."""
+    pads = np.broadcast_to(context.mask.pads(context.n), context.real.shape)
+    row = int(pads.any(axis=1).argmin())
+    if pads[row].any():
+        raise CallError("audit: the mask has pads in every row, and how it goes on cannot be inferred")
+    inputs = context.inputs.rows([row])
     keyword = pad_keyword(context)
     marks = inputs.settings.get(keyword) if keyword else None
-    if marks is not None and marks.ndim == 2 and not context.real[0].all() and context.real[0].any():
-        inputs = inputs.at(np.flatnonzero(context.real[0]))
+    if marks is not None and marks.ndim == 2 and not context.real[row].all() and context.real[row].any():
+        inputs = inputs.at(np.flatnonzero(context.real[row]))
     n = inputs.n
-    declared = context.mask.pairs(length, context.inputs.batch)[:1]
-    before = context.mask.pairs(context.n, context.inputs.batch)[0][:n, :n]
+    declared = _table_of_row(context, length, row)
+    before = _table_of_row(context, context.n, row)[0, :n, :n]
     inputs = inputs.with_lengths(lambda lengths: np.full_like(lengths, length))
     settings = {key: _continued(value, before, length, declared[0]) for key, value in inputs.settings.items()}
     repeated = tuple(np.concatenate([a, np.repeat(a[:, -1:], length - n, axis=1)], axis=1) for a in inputs.sequences)
@@ -186,12 +190,18 @@ def extended(context: Context, length: int) -> Context:
     inputs = inputs.change(np.arange(length) >= n, context.fresh(600, inputs=inputs))
     real = np.ones((1, length), bool)
     if keyword not in settings:
-        real[:, : context.n] = context.real[:1]
+        real[:, : context.n] = context.real[row]
     # Queries behind the example: the last ones, the ones before powers of two, and a spread.
     edges = [2**power - 1 for power in range(length.bit_length())]
     spread = np.linspace(n - 1, length - 2, 4).astype(int).tolist()
     chosen = tuple(sorted({position for position in [*edges, *spread, length - 1] if n - 1 <= position < length}))
     return replace(context, inputs=inputs, declared=declared, real=real, chosen=chosen)
+
+
+def _table_of_row(context: Context, n: int, row: int) -> Bools:
+    """The pairs (1, N, N) of one row of the batch."""
+    pairs = context.mask.pairs(n, context.inputs.batch)
+    return pairs[row : row + 1] if len(pairs) > 1 else pairs
 
 
 def _continued(value: Array, before: Bools, length: int, allowed: Bools) -> Array:
