@@ -1,4 +1,4 @@
-"""What a first day with the audit met: requests that another probe answers, steps of two forms, causes, separators, clean output."""
+"""Models of a user's own: requests that another probe answers, steps of two forms, causes, separators, clean output."""
 
 from __future__ import annotations
 
