@@ -132,11 +132,8 @@ class Browser:
         return page
 
     def close(self) -> None:
-        """End the process and remove its profile."""
-        try:
-            self.send("Browser.close", timeout=5)
-        except (TimeoutError, OSError):
-            self._process.kill()
+        """End the process and remove its profile. It is killed: asked to close, it writes the profile first, for many seconds."""
+        self._process.kill()
         self._process.wait(60)
         os.close(self._write)
         os.close(self._read)
