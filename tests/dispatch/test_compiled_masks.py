@@ -175,10 +175,6 @@ REFUSED: dict[str, tuple[Callable[[], lowtri.Mask], str]] = {
         r"window: n is Tensor of a program that is traced, but it counts tokens: a whole number, at least 1\.",
     ),
     "a fraction": (lambda: lowtri.window(3.5), r"window: n is 3\.5, but it counts tokens"),
-    "fractions": (
-        lambda: lowtri.documents(lengths=[1.5, 2.5]),
-        r"documents: lengths is torch\.float32, but it takes integers of shape \(N,\)\.",
-    ),
     "zeros and ones": (
         lambda: lowtri.hidden([[0, 1], [0, 0]]),
         r"hidden: bools is torch\.int64, but it takes bools .* Fix: x != 0, after checking whether it marks visible or",
@@ -197,6 +193,16 @@ def test_what_a_mask_made_inside_refuses(name: str) -> None:
     q = torch.randn(1, 2, 12, 8)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
         torch.compile(lambda x: lowtri.attention(x, x, x, make()), backend="eager", fullgraph=True)(q)
+
+
+def test_lengths_with_fractions_are_refused_when_the_program_runs() -> None:
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 12, 8)
+    program = torch.compile(
+        lambda x: lowtri.attention(x, x, x, lowtri.documents(lengths=[1.5, 2.5])), backend="eager", fullgraph=True
+    )
+    with pytest.raises(lowtri.MaskError, match=r"documents: lengths is float32 \(2,\), but it takes integers of shape"):
+        program(q)
 
 
 def test_a_number_that_comes_with_a_tensor_is_checked_when_the_program_runs() -> None:

@@ -245,9 +245,9 @@ def _checked(mask: str, name: str, value: Any, shapes: Mapping[int, str], conten
                 f"{mask}: {name} belongs to a program that is being traced, so its numbers cannot be read. "
                 "Fix: documents, keys, table and tree's parents may; or make the mask outside."
             )
-        is_bool = value.dtype is sys.modules["torch"].bool
-        if value.dtype.is_floating_point or is_bool != (content == "bools"):
-            raise MaskError(f"{mask}: {name} is {value.dtype}, {expected}{'' if is_bool else _fix_for_bools(content)}")
+        # Integers are checked when the program runs; by then `hidden` has inverted its numbers, and is a table.
+        if content == "bools" and value.dtype is not sys.modules["torch"].bool:
+            raise MaskError(f"{mask}: {name} is {value.dtype}, {expected}{_fix_for_bools(content)}")
         return value
     if tracer() == "export" and isinstance(value, (list, tuple)):
         for number in value:
