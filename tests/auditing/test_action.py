@@ -47,6 +47,7 @@ def run(folder: Path, **inputs: str) -> tuple[int, str, dict[str, str]]:
     return code, log, written
 
 
+@pytest.mark.sweep
 def test_a_leak_fails_the_build_and_names_the_target(tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)

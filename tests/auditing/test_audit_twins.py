@@ -230,6 +230,7 @@ KINDS: dict[Compute, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compute", KINDS, ids=lambda compute: compute.__name__)
 def test_the_fault_is_found_and_its_twin_is_clean(compute: Compute) -> None:
     example, probe = KINDS[compute]

@@ -177,6 +177,7 @@ def test_one_token_is_one_token(folder: Path, capsys: Any) -> None:
     assert outcome(capsys, "generate", folder, "9", "--max-new-tokens", 1)[1].startswith("1 token, ")
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_generating_onto_a_full_disk_ends_in_a_line(folder: Path) -> None:
     command = [sys.executable, "-m", "lowtri.cli.main", "generate", folder, "9 green", "--max-new-tokens", "3"]
@@ -357,6 +358,7 @@ def test_logits_that_are_no_numbers_are_an_error_on_a_line_of_its_own(
     assert out == "hello\n" and "logits hold nan" in err
 
 
+@pytest.mark.sweep
 def test_ctrl_c_keeps_the_figures(folder: Path) -> None:
     """The model generates without end, in a context that does not end."""
     program = """

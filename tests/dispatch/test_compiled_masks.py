@@ -73,6 +73,7 @@ def attend(x: Tensor, mask: lowtri.Mask) -> Tensor:
     return lowtri.attention(q, k, v, mask).square().sum()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "inside"), [*itertools.product(MASKS, (False, True)), *((name, True) for name in MADE_INSIDE)]
 )
@@ -140,6 +141,7 @@ BREAKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace the builtin.*")
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_mask_that_leaves_its_program_is_the_mask_outside(name: str) -> None:

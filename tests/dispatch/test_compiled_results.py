@@ -268,6 +268,7 @@ COMPUTED: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("option", ["scale", "softcap"])
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_factor_that_each_run_computes(name: str, option: str) -> None:

@@ -53,6 +53,7 @@ def test_it_converts(tmp_path: Path) -> None:
     assert content == converted(SCRIPT, "th") and content["nbformat"] == 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_it_speaks_four_languages(language: str) -> None:
     command = [sys.executable, str(EXAMPLES / "lesson.py"), "--lang", language]

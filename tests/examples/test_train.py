@@ -148,6 +148,7 @@ def resumed(folder: Path) -> Run:
     return run
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stop", [1, 2, 7, 8])
 @pytest.mark.usefixtures("group")
 def test_a_run_stopped_after_any_step_continues_bit_for_bit(stop: int, tmp_path: Path) -> None:

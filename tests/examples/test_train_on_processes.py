@@ -37,6 +37,7 @@ def alone() -> dict[str, Any]:
     return training_run(None, Training(1, 1))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("dp", "sp"), [(2, 2), (1, 4), (4, 1)])
 def test_several_processes_learn_what_one_learns(ranks: Ranks, alone: dict[str, Any], dp: int, sp: int) -> None:
     results = ranks.run(training_run, Training(dp, sp))

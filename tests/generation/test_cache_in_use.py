@@ -86,6 +86,7 @@ def drawn(model, cache, prompt, n):
 LONG = pytest.param(256, 4096, marks=pytest.mark.sweep)
 
 
+@pytest.mark.sweep
 @pytest.mark.not_emulated
 @pytest.mark.parametrize(("window", "n"), [(32, 400), LONG])
 @pytest.mark.parametrize("sinks", [0, 4])

@@ -23,6 +23,7 @@ def count(operation: str, text: str) -> int:
     return len(re.findall(operation, text))
 
 
+@pytest.mark.sweep
 @pytest.mark.x86
 @by_way
 def test_avx512_keeps_the_register_tile_of_each_product(dtype: str, operand: str) -> None:
@@ -62,6 +63,7 @@ def test_the_exponential_takes_two_instructions_of_avx512_and_the_polynomial(dty
 # Decode.
 
 
+@pytest.mark.sweep
 @pytest.mark.x86
 @by_decode_way
 def test_avx512_multiplies_whole_vectors(dtype: str, operand: str) -> None:
@@ -76,6 +78,7 @@ def test_avx512_multiplies_whole_vectors(dtype: str, operand: str) -> None:
     assert set(converted) - {0} == ({2, 4} if dtype == "float16" else set()) and len(converted) > 2
 
 
+@pytest.mark.sweep
 @by_decode_way
 def test_neon_multiplies_whole_vectors(dtype: str, operand: str) -> None:
     """A vector of 64 bytes is four registers. 2 keys x 4 queries are 32 multiply-adds in a loop."""

@@ -110,6 +110,7 @@ def test_any_sentence(name: str, page: LessonPage) -> None:
     page.click("[data-action=reset]")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_language_renders_and_fits_a_phone(language: str, browser: Browser, folder: Path) -> None:
     page = opened(browser, folder, language, width=390, dark=True)

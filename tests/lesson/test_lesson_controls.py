@@ -255,6 +255,7 @@ def test_no_label_of_a_drawing_is_cut_off(page: LessonPage) -> None:
     assert cut == []
 
 
+@pytest.mark.sweep
 def test_the_copy_buttons(page: LessonPage) -> None:
     assert page.count("[data-copy]") == page.run("document.querySelectorAll('.python').length")
     button = "document.querySelector('[data-python=arcs] [data-copy]')"
@@ -340,6 +341,7 @@ def test_the_quiz_counts_first_answers_and_has_answers(page: LessonPage) -> None
     assert len(answers) == 3 and all(answers)
 
 
+@pytest.mark.sweep
 def test_the_state_is_in_the_address_and_survives_a_change_of_language(
     page: LessonPage, browser: Browser, folder: Path
 ) -> None:
@@ -367,6 +369,7 @@ def test_the_state_is_in_the_address_and_survives_a_change_of_language(
     drawn.close()
 
 
+@pytest.mark.sweep
 def test_the_theme_and_motion_buttons(page: LessonPage) -> None:
     page.click("#theme")
     assert page.run("document.documentElement.dataset.theme") == "dark"

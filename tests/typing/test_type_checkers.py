@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import lowtri
 
 HERE = Path(__file__).parent
 
 
+@pytest.mark.sweep
 def test_mypy_infers_what_calls_return_and_finds_mistakes(tmp_path: Path) -> None:
     """``mypy --strict`` with no other setting, as a user may have it, and lowtri as an installed package."""
     config = tmp_path / "mypy.ini"

@@ -101,6 +101,7 @@ def test_the_first_call_of_a_process_may_load_libraries() -> None:
     assert verify(attend, limit=1.5, cases=["full"]).ok
 
 
+@pytest.mark.sweep
 def test_no_process_is_left() -> None:
     """Neither after a call that hangs nor after an error: the pipe that all of them inherit comes to its end."""
     reading, writing = os.pipe()

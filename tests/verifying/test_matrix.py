@@ -164,6 +164,7 @@ def check(entry: Entry, cases: list[str] | None = None) -> None:
     assert report.passed >= (entry.least if cases is None else len(cases) - 2), report
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OURS)
 def test_lowtri(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # its formula, without compiling
