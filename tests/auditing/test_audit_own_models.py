@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from audited_models import tiny, vectors
+from cache_names import cache_name
 from torch import Tensor, nn
 
 import lowtri
@@ -141,21 +142,19 @@ def test_a_prefill_in_its_own_precision_is_not_judged_in_float64(shift: float) -
 def test_the_warning_of_one_decoder_takes_back_no_leak_of_another() -> None:
     import transformers
 
-    class CountsFromOne(transformers.LlamaForCausalLM):
-        def forward(
-            self, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None, **more: Any
-        ) -> Any:
-            begin = 0 if past_key_values is None else past_key_values.get_seq_length()
-            if position_ids is None and begin:
-                position_ids = torch.arange(begin, begin + input_ids.shape[1])[None] - 1
-            return super().forward(
-                input_ids=input_ids, past_key_values=past_key_values, position_ids=position_ids, **more
-            )
-
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
+    cache = cache_name(transformers.LlamaForCausalLM(config))
+
+    class CountsFromOne(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, position_ids: Any = None, **more: Any) -> Any:
+            begin = more[cache].get_seq_length() if more.get(cache) is not None else 0
+            if position_ids is None and begin:
+                position_ids = torch.arange(begin, begin + input_ids.shape[1])[None] - 1
+            return super().forward(input_ids=input_ids, position_ids=position_ids, **more)
+
     model = CountsFromOne(config).eval()
 
     def step(state: Any, ids: Tensor, *, keeps: int) -> tuple[Tensor, Tensor]:
