@@ -248,10 +248,10 @@ class _Run:
             own = [result for result in self.results if result.probe == probe.name and not result.condition]
             if not own:
                 self.notes.append(f"{probe.argument}= was not used: probes= leaves {probe.name} out")
-            for padded in own:
+            for asked in own:
                 # Where the argument is about the source, another probe answers it.
-                instead = padded.measured.get("instead")
-                result = next((one for one in self.results if one.probe == instead and not one.condition), padded)
+                instead = asked.measured.get("instead")
+                result = next((one for one in self.results if one.probe == instead and not one.condition), asked)
                 refused = next(iter(result.measured.get("refused", {}).values()), None)
                 reason = result.message if result.status == "skipped" else refused
                 if reason is not None and result.status != "leak":

@@ -125,8 +125,8 @@ def _step_decoder(context: Context) -> Decoder:
         return None
 
     def equals(decoder: Decoder, sizes: list[int]) -> bool:
-        found = difference(decoder, sizes)
-        return found is not None and found.status != "leak"
+        moved = difference(decoder, sizes)
+        return moved is not None and moved.status != "leak"
 
     at_once = difference(decoder("several", prefills=False), [n])
     if (at_once is not None and at_once.status != "leak") or equals(decoder("several"), [first, n - first]):

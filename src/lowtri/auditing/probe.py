@@ -431,13 +431,13 @@ def _decided(context: Context, probe: Probe) -> ProbeResult:
     return replace(second, status="clean", message=f"nothing beyond rounding ({sizes})", leaks=())
 
 
-def _unhidden(context: Context, probe: Probe, found: ProbeResult) -> ProbeResult:
+def _unhidden(context: Context, probe: Probe, result: ProbeResult) -> ProbeResult:
     """What the float64 copy shows that the rounding of half precision may hide: there 16 roundings are a tenth of an output."""
     copy64 = context.float64
     if isinstance(copy64, str):
-        return found
+        return result
     second = _examined(copy64, probe)
-    return _of_copy(copy64, probe, second) if second.status == "leak" else found
+    return _of_copy(copy64, probe, second) if second.status == "leak" else result
 
 
 def _of_copy(copy64: Context, probe: Probe, second: ProbeResult) -> ProbeResult:

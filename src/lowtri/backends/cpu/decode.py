@@ -88,7 +88,7 @@ class CpuDecode(PreparedForAnyKeys):
         if visible is not None:
             by_row = visible.strides[0] if visible.shape[0] > 1 else 0
             by_head = visible.strides[1] if visible.shape[1] > 1 else 0
-        threads = threads_for(self.call, nk * self.work_per_key)
+        threads = threads_for(nk * self.work_per_key, self.call.threads, self.call.is_numpy)
         parts = max(1, min(2 * threads // self.groups, -(-nk // CACHE_KEYS)))
         if self.layout.cast:  # to contiguous copies
             k_strides, v_strides = (

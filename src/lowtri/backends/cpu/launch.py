@@ -431,9 +431,8 @@ def _address_of_tensors() -> Callable[[Any], int]:
 # and 0.75 to 1.2 of it where it is not. It chooses no algorithm.
 WORK_PER_THREAD = 2**20
 BYTE_COST = 2  # a byte of keys and values takes as long as so many multiplications
-THREAD_START_COST = (
-    16  # NumPy arrays: without torch each run starts its threads, some ten times as long as to wake them
-)
+# For NumPy arrays: without torch each run starts its threads, some ten times as long as to wake them.
+THREAD_START_COST = 16
 _PRODUCTS = {"forward": 2, "backward": 5, "weights": 1}  # of matrices
 
 
@@ -443,7 +442,8 @@ def tile_threads(family: str, call: Call, plan: Plan) -> int:
     tiles = int((plan.runs[:, 1] - plan.runs[:, 0]).sum())  # of all masks, each taken to be as frequent as the others
     pairs = min(sizes.nq * sizes.nk, tiles * TILE_Q * plan.tile_k // plan.masks)
     numbers = sizes.head_dim + sizes.value_dim
-    return threads_for(call, sizes.batch * sizes.heads * pairs * numbers * _PRODUCTS[family] // 2)
+    work = sizes.batch * sizes.heads * pairs * numbers * _PRODUCTS[family] // 2
+    return threads_for(work, call.threads, call.is_numpy)
 
 
 def decode_work(call: Call, number_bytes: int) -> int:
@@ -453,9 +453,10 @@ def decode_work(call: Call, number_bytes: int) -> int:
     return sizes.batch * (sizes.head_dim + sizes.value_dim) * rows
 
 
-def threads_for(call: Call, multiplications: int) -> int:
-    grain = WORK_PER_THREAD * THREAD_START_COST if call.is_numpy else WORK_PER_THREAD
-    return max(1, min(call.threads, multiplications // grain))
+def threads_for(multiplications: int, most: int, is_numpy: bool) -> int:
+    """How many threads work is worth, of the most that it may have."""
+    grain = WORK_PER_THREAD * THREAD_START_COST if is_numpy else WORK_PER_THREAD
+    return max(1, min(most, multiplications // grain))
 
 
 # Pages of 2 MB for large new tensors, on Linux. The system gives out memory page by page as it is first written, and clears each page,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtri.backends.cpu.launch import BYTE_COST, THREAD_START_COST, WORK_PER_THREAD, Launch
+from lowtri.backends.cpu.launch import BYTE_COST, Launch, threads_for
 from lowtri.kernels import library
 from lowtri.kernels.abi import HIDDEN
 from lowtri.kernels.spec import BYTES, KernelSpec
@@ -66,9 +66,8 @@ def _dtype_of(numbers: Any) -> str | None:
 
 def _threads(nbytes: int) -> int:
     """As for a call of attention that reads so many bytes."""
-    with_torch = "torch" in sys.modules
-    grain = WORK_PER_THREAD if with_torch else WORK_PER_THREAD * THREAD_START_COST
-    return min(thread_count(not with_torch), nbytes * BYTE_COST // grain)
+    without_torch = "torch" not in sys.modules
+    return threads_for(nbytes * BYTE_COST, thread_count(without_torch), without_torch)
 
 
 @lru_cache(maxsize=64)
